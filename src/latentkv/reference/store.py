@@ -1,0 +1,137 @@
+"""Stage `store` in plain PyTorch: norm, rotate, quantize a latent row and write it to its page; read rows back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from latentkv import numerics
+from latentkv.layout import LATENT_DIM, NOPE_DIM, KVLayout
+
+F32 = torch.float32
+BF16 = torch.bfloat16
+
+
+def store_kv(rows: Tensor, cache: Tensor, slots: Tensor, layout: str, page_size: int, freqs: Tensor | None) -> None:
+    """Quantize rows and write them; with `freqs`, rotate the tail first and round it to the rows' dtype."""
+    values = rows.to(F32)
+    if freqs is not None:
+        values = rotate_tail(values, freqs, rows.dtype)
+    write_rows(values, cache, slots, KVLayout.parse(layout), page_size)
+
+
+def norm_rope_store_kv(
+    rows: Tensor,
+    weight: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    eps: float,
+    layout: str,
+    page_size: int,
+    query: Tensor | None,
+) -> None:
+    """Norm, rotate at `positions`, quantize and write; rotate the tail of every query head in place."""
+    kind = KVLayout.parse(layout)
+    angles = numerics.freqs_at(freqs, positions)
+    values = numerics.rms_norm(rows, weight, eps)
+    if kind == KVLayout.V4:  # V4 quantizes the fp32 values; its bf16 tail is rounded once, when stored
+        values = rotate_tail(values, angles, F32)
+    else:
+        values = rotate_tail(numerics.round_bf16(values), angles, BF16)
+    write_rows(values, cache, slots, kind, page_size)
+    if query is not None:
+        tail = query[..., NOPE_DIM:]
+        tail.copy_(numerics.rotate(tail.to(F32), angles.unsqueeze(1)).to(BF16))
+
+
+def load_kv(cache: Tensor, slots: Tensor, layout: str, page_size: int, out: Tensor) -> None:
+    """Gather rows as bf16; a slot outside the cache reads zeros."""
+    inside = (slots >= 0) & (slots < cache.shape[0] * page_size)
+    if cache.shape[0] == 0:
+        out.zero_()
+        return
+    values = read_rows(cache, torch.where(inside, slots, 0), KVLayout.parse(layout), page_size)
+    out.copy_(torch.where(inside.unsqueeze(-1), values, 0.0))
+
+
+def load_kv_pages(cache: Tensor, layout: str, page_size: int) -> Tensor:
+    """Every row of every page as bf16 `[num_pages, page_size, 512]`."""
+    slots = torch.arange(cache.shape[0] * page_size, device=cache.device)
+    return read_rows(cache, slots, KVLayout.parse(layout), page_size).to(BF16).unflatten(0, (-1, page_size))
+
+
+def rope_fake_quant(x: Tensor, freqs: Tensor, kind: str, positions: Tensor | None, inverse: bool) -> Tensor:
+    """Rotate the tail (rounded through bf16), then quantize and dequantize."""
+    tokens = freqs.shape[0] if positions is None else positions.shape[0]
+    angles = freqs if positions is None else numerics.freqs_at(freqs, positions)
+    rows = x.reshape(tokens, -1, x.shape[-1]).to(F32)  # row // (rows / tokens) is its token
+    width = freqs.shape[-1]
+    tail = numerics.round_bf16(numerics.rotate(rows[..., -width:], angles.unsqueeze(1), inverse=inverse))
+    rows = torch.cat((rows[..., :-width], tail), dim=-1)
+    quantize = numerics.fake_quant_index if kind == "index" else numerics.fake_quant_latent
+    return quantize(rows).to(x.dtype).reshape(x.shape)
+
+
+# --- shared by the stages that write latents --------------------------------------------------------------------------
+
+
+def rotate_tail(values: Tensor, angles: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 rows with their last 64 values rotated by one (cos, sin) row each and rounded to `dtype`."""
+    tail = numerics.rotate(values[..., NOPE_DIM:], angles).to(dtype).to(F32)
+    return torch.cat((values[..., :NOPE_DIM], tail), dim=-1)
+
+
+def write_rows(
+    values: Tensor, cache: Tensor, slots: Tensor, layout: KVLayout, page_size: int, *, first_slot: int = 0
+) -> None:
+    """Quantize fp32 rows `[n, 512]` and write them to slots in `first_slot ..< capacity`; other rows write nothing."""
+    inside = (slots >= first_slot) & (slots < cache.shape[0] * page_size)
+    slots, values = slots[inside].long(), values[inside]
+    data, scales = encode_rows(values, layout)
+    page, offset = slots // page_size, slots % page_size
+    data_at, scale_at = _addresses(offset, layout, page_size)
+    cache[page.unsqueeze(-1), data_at] = data
+    if layout.scale_bytes:
+        cache[page.unsqueeze(-1), scale_at] = scales
+
+
+def read_rows(cache: Tensor, slots: Tensor, layout: KVLayout, page_size: int) -> Tensor:
+    """fp32 rows `[n, 512]` at slots that are all inside the cache."""
+    page, offset = slots.long() // page_size, slots.long() % page_size
+    data_at, scale_at = _addresses(offset, layout, page_size)
+    scales = cache[page.unsqueeze(-1), scale_at] if layout.scale_bytes else None
+    return decode_rows(cache[page.unsqueeze(-1), data_at], scales, layout)
+
+
+def encode_rows(values: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
+    """Data bytes `[n, data_bytes]` and scale bytes `[n, scale_bytes]` of fp32 rows `[n, 512]`."""
+    head, tail = values[:, : layout.quantized_values], values[:, layout.quantized_values :]
+    tail_bytes = tail.to(BF16).contiguous().view(torch.uint8)
+    if layout == KVLayout.BF16:
+        return values.to(BF16).contiguous().view(torch.uint8), tail_bytes
+    codes, scales = numerics.quantize(head, layout)
+    payload = numerics.pack_nibbles(codes) if layout.element.bits == 4 else codes
+    return torch.cat((payload, tail_bytes), -1), torch.nn.functional.pad(scales, (0, layout.scale_pad))
+
+
+def decode_rows(data: Tensor, scales: Tensor | None, layout: KVLayout) -> Tensor:
+    """fp32 rows `[n, 512]` of data and scale bytes."""
+    if scales is None:
+        return data.contiguous().view(BF16).to(F32).reshape(-1, LATENT_DIM)
+    payload, tail = data[:, : layout.payload_bytes], data[:, layout.payload_bytes :]
+    codes = numerics.unpack_nibbles(payload) if layout.element.bits == 4 else payload
+    values = numerics.dequantize(codes, scales[:, : layout.groups], layout)
+    return torch.cat((values, tail.contiguous().view(BF16).to(F32)), -1) if layout.tail_values else values
+
+
+def _addresses(offset: Tensor, layout: KVLayout, page_size: int) -> tuple[Tensor, Tensor]:
+    """In-page byte addresses of every data byte and scale byte of rows at `offset`."""
+    span = torch.arange(layout.data_bytes, device=offset.device)
+    # both addresses are affine in the offset, so two points give them
+    data_step = layout.data_in_page(1, page_size) - layout.data_in_page(0, page_size)
+    scale_step = layout.scale_in_page(1, page_size) - layout.scale_in_page(0, page_size)
+    data = layout.data_in_page(0, page_size) + offset.unsqueeze(-1) * data_step + span
+    scale = layout.scale_in_page(0, page_size) + offset.unsqueeze(-1) * scale_step + span[: layout.scale_bytes]
+    return data, scale
