@@ -14,11 +14,11 @@ LIBRARY = torch.library.Library("latentkv", "DEF")
 
 @dataclass(frozen=True)
 class OpRecord:
-    """What `doctor` and `targets` tell of an op: its stage and whether a kernel serves it on a GPU."""
+    """What `doctor`, `targets` and the tests ask of an op: its stage and the kernel that serves it on a GPU."""
 
     name: str
     stage: str
-    has_kernel: bool
+    kernel: str | None  # launch function in `latentkv.kernels.<stage>`; None while the reference serves GPUs too
 
 
 OPS: dict[str, OpRecord] = {}
@@ -47,7 +47,7 @@ def define(
     LIBRARY.impl(name, reference, "CPU")
     LIBRARY.impl(name, _lazy(stage, kernel) if kernel else reference, "CUDA")
     torch.library.register_fake(f"latentkv::{name}", fake, lib=LIBRARY)
-    OPS[name] = OpRecord(name, stage, kernel is not None)
+    OPS[name] = OpRecord(name, stage, kernel)
 
 
 def _lazy(stage: str, kernel: str) -> Callable[..., Any]:
