@@ -2,6 +2,26 @@
 
 from latentkv.layout import IndexKeyLayout, IndexQueryLayout, KVLayout
 from latentkv.ops.checks import checked
+from latentkv.ops.index import (
+    IndexKeyCache,
+    dequantize_index,
+    load_index_key,
+    new_index_key_cache,
+    pack_index_query,
+    pack_index_query_weights,
+    store_index_key,
+    store_index_key_plain,
+)
+from latentkv.ops.select import (
+    decode_schedule,
+    index_logits,
+    pad_page_table,
+    prefill_schedule,
+    schedule_workers,
+    select_blocks,
+    select_topk,
+    select_topk_in_blocks,
+)
 from latentkv.ops.store import (
     load_kv,
     load_kv_pages,
@@ -14,14 +34,30 @@ from latentkv.ops.store import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "IndexKeyCache",
     "IndexKeyLayout",
     "IndexQueryLayout",
     "KVLayout",
     "checked",
+    "decode_schedule",
+    "dequantize_index",
+    "index_logits",
+    "load_index_key",
     "load_kv",
     "load_kv_pages",
+    "new_index_key_cache",
     "new_kv_cache",
     "norm_rope_store_kv",
+    "pack_index_query",
+    "pack_index_query_weights",
+    "pad_page_table",
+    "prefill_schedule",
     "rope_fake_quant",
+    "schedule_workers",
+    "select_blocks",
+    "select_topk",
+    "select_topk_in_blocks",
+    "store_index_key",
+    "store_index_key_plain",
     "store_kv",
 ]

@@ -76,6 +76,11 @@ class KVLayout:
         return 0 if self.scale is Scale.NONE else self.quantized_values // self.group_size
 
     @property
+    def pair_bytes(self) -> int:
+        """Bytes of two quantized values."""
+        return 2 * self.element.bits // 8
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of a row's quantized values, before a bf16 tail."""
         return self.quantized_values * self.element.bits // 8

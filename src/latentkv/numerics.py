@@ -257,6 +257,20 @@ def round_bf16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(torch.float32)
 
 
+def bf16_bytes(x: Tensor) -> Tensor:
+    """Little-endian bf16 bytes `[..., 2n]` of fp32 values `[..., n]`, to nearest even; a NaN keeps its upper bits."""
+    bits = x.view(torch.int32)
+    nan = (bits >> 16) | ((bits & 0xFFFF) != 0).to(torch.int32) << 6
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    code = torch.where(torch.isnan(x), nan, rounded)
+    return torch.stack((code & 0xFF, (code >> 8) & 0xFF), -1).to(torch.uint8).flatten(-2)
+
+
+def canonical_nan(x: Tensor) -> Tensor:
+    """`x` with every NaN replaced by 0x7FC00000: arithmetic leaves device-specific NaN bits behind."""
+    return torch.where(torch.isnan(x), torch.nan, x)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * weight` in fp32 over the last dimension, not yet rounded.
 

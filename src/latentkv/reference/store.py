@@ -17,6 +17,8 @@ def store_kv(rows: Tensor, cache: Tensor, slots: Tensor, layout: str, page_size:
     values = rows.to(F32)
     if freqs is not None:
         values = rotate_tail(values, freqs, rows.dtype)
+    if freqs is not None or rows.dtype != BF16:  # only an untouched bf16 row keeps a NaN's bits
+        values = numerics.canonical_nan(values)
     write_rows(values, cache, slots, KVLayout.parse(layout), page_size)
 
 
@@ -40,7 +42,7 @@ def norm_rope_store_kv(
         values = rotate_tail(values, angles, F32)
     else:
         values = rotate_tail(numerics.round_bf16(values), angles, BF16)
-    write_rows(values, cache, slots, kind, page_size)
+    write_rows(numerics.canonical_nan(values), cache, slots, kind, page_size)
     if query is not None:
         tail = query[..., NOPE_DIM:]
         tail.copy_(numerics.rotate(tail.to(F32), angles.unsqueeze(1)).to(BF16))
@@ -108,9 +110,9 @@ def read_rows(cache: Tensor, slots: Tensor, layout: KVLayout, page_size: int) ->
 def encode_rows(values: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
     """Data bytes `[n, data_bytes]` and scale bytes `[n, scale_bytes]` of fp32 rows `[n, 512]`."""
     head, tail = values[:, : layout.quantized_values], values[:, layout.quantized_values :]
-    tail_bytes = tail.to(BF16).contiguous().view(torch.uint8)
+    tail_bytes = numerics.bf16_bytes(tail)
     if layout == KVLayout.BF16:
-        return values.to(BF16).contiguous().view(torch.uint8), tail_bytes
+        return numerics.bf16_bytes(values), tail_bytes
     codes, scales = numerics.quantize(head, layout)
     payload = numerics.pack_nibbles(codes) if layout.element.bits == 4 else codes
     return torch.cat((payload, tail_bytes), -1), torch.nn.functional.pad(scales, (0, layout.scale_pad))

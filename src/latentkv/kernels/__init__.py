@@ -1,0 +1,1 @@
+"""Triton kernels, one module a stage: launch functions with the signatures of the references they replace."""

@@ -1,0 +1,437 @@
+"""Device functions shared by the kernels: codecs in integer arithmetic, norm, rotation.
+
+Each implements one rule of docs/numerics.md and has its twin in `latentkv.numerics`. Kernels that call them are
+launched with `enable_fp_fusion=False`.
+
+Rows travel as *pairs*: two fp32 tensors `re` and `im` with the even and the odd values, `[rows, pairs]` or
+`[rows, groups, pairs of a group]`. A pair is one 32-bit word of bf16 memory, the two operands of a rotation, and one
+byte of e2m1 codes, so nothing has to move between threads. A *narrow* value has at most 11 significant bits (bf16,
+fp16): shorter encoders are exact for it, as tests/store shows for every value.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INF_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+TWO_POW_120 = tl.constexpr(2.0**120)
+TWO_POW_M120 = tl.constexpr(2.0**-120)
+TWO_POW_126 = tl.constexpr(2.0**126)
+TWO_POW_M126 = tl.constexpr(2.0**-126)
+ONE_SIXTH = tl.constexpr(0.16666667163372040)  # fp32
+ONE_448TH = tl.constexpr(0.0022321429569274187)  # fp32
+E2M1_MAX_ALIGNED = tl.constexpr(6.0 * 2.0**-126)
+# what CAST allows: nothing, cvt.rn.bf16x2 (any CUDA device), also cvt.rn.satfinite.e4m3x2 (sm_90, where it is proven)
+PORTABLE = tl.constexpr(0)
+BF16_CAST = tl.constexpr(1)
+E4M3_CAST = tl.constexpr(2)
+TIE_GUARD = tl.constexpr(512)  # units of 2^-23 around an e2m1 midpoint that count as the tie
+
+
+# --- launch overlap, bits, casts, pairs -------------------------------------------------------------------------------
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """Wait for what the kernel reads. With OVERLAP (sm_90 and later) its launch ran beside the kernel before it."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def float_bits(x):
+    """Bits of fp32 values as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def bits_float(bits):
+    """fp32 values of int32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bf16_bits(x):
+    """bf16 bits (as int32) of fp32 values, to nearest even; a NaN keeps its upper bits."""
+    bits = float_bits(x).to(tl.uint32, bitcast=True)
+    nan = (bits >> 16) | tl.where((bits & 0xFFFF) != 0, 0x40, 0)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, rounded).to(tl.int32)
+
+
+@triton.jit
+def settle_nan(x):
+    """Every NaN as 0x7FC00000; twin of numerics.canonical_nan."""
+    return tl.where(x == x, x, bits_float(tl.full(x.shape, NAN_BITS, tl.int32)))
+
+
+@triton.jit
+def to_bf16(x):
+    """fp32 to bf16, to nearest even; the interpreter's own cast truncates."""
+    if INTERPRETED:
+        return bf16_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_fp32(x):
+    """bf16, fp16 or fp32 to fp32, exactly; the interpreter's own cast flushes subnormal bf16 values."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return bits_float(x.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def to_dtype(x, dtype: tl.constexpr):
+    """fp32 to bf16, fp16 or fp32, to nearest even."""
+    if dtype == tl.bfloat16:
+        return to_bf16(x)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def split_bf16(word):
+    """fp32 (re, im) of words of two bf16 values."""
+    return bits_float(word << 16), bits_float(word & -65536)
+
+
+@triton.jit
+def join_bf16(re, im, CAST: tl.constexpr):
+    """Words of two fp32 values rounded to bf16."""
+    if CAST == PORTABLE:
+        low = to_bf16(re).to(tl.uint16, bitcast=True).to(tl.int32)
+        return low | (to_bf16(im).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [re, im], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def round_pairs(re, im, dtype: tl.constexpr, CAST: tl.constexpr):
+    """Round fp32 pairs to a dtype, kept as fp32."""
+    if dtype == tl.bfloat16:
+        return split_bf16(join_bf16(re, im, CAST))
+    else:
+        return re.to(dtype).to(tl.float32), im.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def pair_pointer(base, WORDS: tl.constexpr):
+    """`base` as a pointer to pairs (one word each), or as it is where pairs are not aligned words."""
+    if WORDS:
+        if base.dtype.element_ty.primitive_bitwidth == 16:
+            return base.to(tl.pointer_type(tl.int32))
+        else:
+            return base.to(tl.pointer_type(tl.int64))
+    else:
+        return base
+
+
+@triton.jit
+def load_pairs(at, step, pair, mask, dtype: tl.constexpr, WORDS: tl.constexpr):
+    """Load fp32 (re, im) of pairs.
+
+    `at` is `pair_pointer(base)`; `step` the row's offset in pairs (WORDS) or in values; masked pairs are zero.
+    """
+    if WORDS:
+        word = tl.load(at + step + pair, mask=mask, other=0)
+        if dtype == tl.bfloat16:
+            return split_bf16(word)
+        elif dtype == tl.float16:
+            low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+            return low.to(tl.float32), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            return bits_float((word & 0xFFFFFFFF).to(tl.int32)), bits_float((word >> 32).to(tl.int32))
+    else:
+        re = tl.load(at + step + 2 * pair, mask=mask, other=0.0)
+        im = tl.load(at + step + 2 * pair + 1, mask=mask, other=0.0)
+        return to_fp32(re), to_fp32(im)
+
+
+@triton.jit
+def store_pairs(at, step, pair, re, im, mask, dtype: tl.constexpr, WORDS: tl.constexpr, CAST: tl.constexpr):
+    """Round fp32 pairs to `dtype` and store them; arguments as in `load_pairs`."""
+    if WORDS:
+        if dtype == tl.float32:
+            low = float_bits(re).to(tl.int64) & 0xFFFFFFFF
+            tl.store(at + step + pair, low | (float_bits(im).to(tl.int64) << 32), mask=mask)
+        elif dtype == tl.bfloat16:
+            tl.store(at + step + pair, join_bf16(re, im, CAST), mask=mask)
+        else:
+            low = re.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
+            high = im.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
+            tl.store(at + step + pair, low | (high << 16), mask=mask)
+    else:
+        tl.store(at + step + 2 * pair, to_dtype(re, dtype), mask=mask)
+        tl.store(at + step + 2 * pair + 1, to_dtype(im, dtype), mask=mask)
+
+
+# --- e4m3 and ue8m0 ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def ceil_exponent(x):
+    """Biased exponent of the smallest power of two >= x, x positive and normal."""
+    bits = float_bits(x)
+    return (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2^(exponent - 127) of a biased exponent 1..254."""
+    return bits_float(exponent << 23)
+
+
+@triton.jit
+def e4m3_encode(x, NARROW: tl.constexpr):
+    """e4m3fn byte (as int32) of |x| < 464, to nearest even."""
+    if NARROW:
+        # at 2^-120 e4m3's subnormals are fp32's, so one rounding at bit 20 serves both ranges
+        bits = float_bits(x * TWO_POW_M120).to(tl.uint32, bitcast=True)
+        code = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+        return ((code & 0x7F) | ((code >> 4) & 0x80)).to(tl.int32)
+    else:
+        bits = float_bits(x)
+        magnitude = bits & MAGNITUDE
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+        # 2^14 has an ulp of 2^-9, e4m3's smallest step
+        subnormal = float_bits(bits_float(magnitude) + 16384.0) - 0x46800000
+        return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def e4m3_pair(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
+    """e4m3fn bytes of two values of at most 448 as one int32 word, `re` in the low byte."""
+    if CAST == E4M3_CAST:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [re, im], dtype=tl.int16, is_pure=True, pack=1
+        ).to(tl.int32)
+    else:
+        return e4m3_encode(re, NARROW) | (e4m3_encode(im, NARROW) << 8)
+
+
+@triton.jit
+def e4m3_decode(code):
+    """fp32 values of e4m3fn bytes given as int32; 0x7F and 0xFF are NaN."""
+    magnitude = code & 0x7F
+    value = bits_float((magnitude << 20) | ((code & 0x80) << 24)) * TWO_POW_120
+    return tl.where(magnitude == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def ue8m0_decode(exponent):
+    """fp32 values of ue8m0 bytes given as int32: 0 is 2^-127, 255 is NaN."""
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    return bits_float(tl.where(exponent == 255, NAN_BITS, bits))
+
+
+# --- e2m1 -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def e2m1_aligned(z):
+    """e2m1 code 0..7 (as int32) of |z| * 2^126, ties to the even code, saturating at 6.
+
+    `z` may be off by 2^-14 of its size if it stems from a narrow value divided by an e4m3 number or a power of two:
+    such a quotient is either a midpoint or at least 2^-12 of its size away from one, and the guard sends a blurred
+    midpoint to its even side.
+    """
+    bits = float_bits(tl.minimum(tl.abs(z), E2M1_MAX_ALIGNED))  # the code is bits 22.. of the number
+    return (bits + (0x200000 - TIE_GUARD) + ((bits >> 12) & (2 * TIE_GUARD))) >> 22
+
+
+@triton.jit
+def e2m1_compare(a):
+    """e2m1 code 0..7 (as int32) of a >= 0, ties to the even code, saturating at 6, for any fp32."""
+    code = tl.where(a > 0.25, 1, 0) + tl.where(a >= 0.75, 1, 0) + tl.where(a > 1.25, 1, 0)
+    code += tl.where(a >= 1.75, 1, 0) + tl.where(a > 2.5, 1, 0) + tl.where(a >= 3.5, 1, 0)
+    return code + tl.where(a > 5.0, 1, 0)
+
+
+@triton.jit
+def sign_nibble(x):
+    """Bit 3 set where x is negative, -0 included."""
+    return (float_bits(x) >> 28) & 8
+
+
+@triton.jit
+def e2m1_decode(code):
+    """fp32 values of e2m1 codes 0..15 given as int32; code 8 is -0."""
+    return bits_float(((code & 7) << 22) | ((code & 8) << 28)) * TWO_POW_126
+
+
+# --- group quantizers of pairs [rows, groups, pairs of a group], twins of numerics.quantize ---------------------------
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def group_max_bits(re, im):
+    """Bits of the largest magnitude of each group; a NaN counts as the largest."""
+    if INTERPRETED:  # it has no fast reduction with a NaN rule; integers order NaN above Inf by themselves
+        return tl.max(tl.maximum(float_bits(re) & MAGNITUDE, float_bits(im) & MAGNITUDE), axis=2)
+    else:
+        top = tl.reduce(_larger(tl.abs(re), tl.abs(im)), 2, _larger)
+        return float_bits(top) & MAGNITUDE
+
+
+@triton.jit
+def quantize_v41(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
+    """e4m3 words [rows, groups, pairs] and ue8m0 bytes [rows, groups] of groups of 32 (int32 both)."""
+    top = group_max_bits(re, im)
+    exponent = (top >> 23) - 8 + tl.where((top & 0x7FFFFF) > 0x600000, 1, 0)
+    return _scaled_e4m3(re, im, top, tl.maximum(exponent, 114), NARROW, CAST)
+
+
+@triton.jit
+def quantize_v4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
+    """e4m3 words and ue8m0 bytes of groups of 64 (int32 both); the floor acts before the division."""
+    top = group_max_bits(re, im)
+    amax = tl.maximum(bits_float(tl.where(top >= INF_BITS, 0, top)), 1e-4)
+    if NARROW:  # the exponent is that of the division for every narrow value
+        exponent = ceil_exponent(amax * ONE_448TH)
+    else:
+        exponent = ceil_exponent(tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)))
+    return _scaled_e4m3(re, im, top, exponent, NARROW, CAST)
+
+
+@triton.jit
+def _scaled_e4m3(re, im, top, exponent, NARROW: tl.constexpr, CAST: tl.constexpr):
+    bad = top >= INF_BITS
+    inverse = power_of_two(254 - tl.minimum(exponent, 253))[:, :, None]
+    word = e4m3_pair(re * inverse, im * inverse, NARROW, CAST)
+    return tl.where(bad[:, :, None], 0x7F7F, word), tl.where(bad, 255, exponent)
+
+
+@triton.jit
+def latent_scale_code(top, NARROW: tl.constexpr):
+    """e4m3 scale byte (int32) of groups of 16, from the bits of their largest magnitude (not NaN)."""
+    amax = bits_float(top)
+    if NARROW:  # the rounded scale is that of the division for every narrow value
+        sixth = amax * ONE_SIXTH
+    else:
+        sixth = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+    return e4m3_encode(tl.minimum(tl.maximum(sixth, 0.001953125), 448.0), NARROW)
+
+
+@triton.jit
+def latent_magnitudes(re, im, scale, NARROW: tl.constexpr):
+    """e2m1 codes 0..7 (int32) of pairs divided by their group's fp32 scale [rows, groups]."""
+    if NARROW:
+        inverse = ((1.0 / scale) * TWO_POW_M126)[:, :, None]
+        return e2m1_aligned(re * inverse), e2m1_aligned(im * inverse)
+    else:
+        divisor = tl.broadcast_to(scale[:, :, None], re.shape)
+        return e2m1_compare(tl.div_rn(tl.abs(re), divisor)), e2m1_compare(tl.div_rn(tl.abs(im), divisor))
+
+
+@triton.jit
+def shifted_magnitudes(re, im, exponent, NARROW: tl.constexpr):
+    """e2m1 codes 0..7 (int32) of pairs divided by 2^(exponent - 127), `exponent` 1..253 [rows, groups]."""
+    inverse = power_of_two(254 - exponent)[:, :, None]
+    if NARROW:
+        return e2m1_aligned(re * inverse * TWO_POW_M126), e2m1_aligned(im * inverse * TWO_POW_M126)
+    else:
+        return e2m1_compare(tl.abs(re * inverse)), e2m1_compare(tl.abs(im * inverse))
+
+
+@triton.jit
+def quantize_v41_fp4(re, im, NARROW: tl.constexpr):
+    """e2m1 bytes [rows, groups, pairs] and e4m3 scale bytes [rows, groups] of groups of 16 (int32 both)."""
+    top = group_max_bits(re, im)
+    bad = top > INF_BITS
+    scale_code = latent_scale_code(tl.where(bad, 0, top), NARROW)
+    low, high = latent_magnitudes(re, im, e4m3_decode(scale_code), NARROW)
+    byte = low | sign_nibble(re) | ((high | sign_nibble(im)) << 4)
+    return tl.where(bad[:, :, None], 0, byte), tl.where(bad, 0x7F, scale_code)
+
+
+@triton.jit
+def power_scale_exponent(top, NARROW: tl.constexpr):
+    """Biased exponent (int32) of ceil(max / 6) for groups of 32, from finite magnitude bits."""
+    amax = tl.maximum(bits_float(top), E2M1_MAX_ALIGNED)
+    if NARROW:
+        return ceil_exponent(amax * ONE_SIXTH)
+    else:
+        return ceil_exponent(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)))
+
+
+@triton.jit
+def quantize_v41_mxfp4(re, im, NARROW: tl.constexpr):
+    """e2m1 bytes and ue8m0 scale bytes of groups of 32 (int32 both)."""
+    top = group_max_bits(re, im)
+    bad = top >= INF_BITS
+    exponent = power_scale_exponent(tl.where(bad, 0, top), NARROW)
+    low, high = shifted_magnitudes(re, im, exponent, NARROW)
+    byte = low | sign_nibble(re) | ((high | sign_nibble(im)) << 4)
+    return tl.where(bad[:, :, None], 0, byte), tl.where(bad, 255, exponent)
+
+
+@triton.jit
+def fake_quant_latent(re, im, NARROW: tl.constexpr):
+    """Quantize and dequantize groups of 16 with an e4m3 scale; twin of numerics.fake_quant_latent."""
+    top = group_max_bits(re, im)
+    bad = top > INF_BITS
+    scale = e4m3_decode(latent_scale_code(tl.where(bad, 0, top), NARROW))
+    low, high = latent_magnitudes(re, im, scale, NARROW)
+    if not NARROW:  # the sign is the quotient's, which may underflow to zero
+        divisor = tl.broadcast_to(scale[:, :, None], re.shape)
+        re, im = tl.div_rn(re, divisor), tl.div_rn(im, divisor)
+    return _on_grid(re, low, scale, bad), _on_grid(im, high, scale, bad)
+
+
+@triton.jit
+def fake_quant_index(re, im, NARROW: tl.constexpr):
+    """Quantize and dequantize groups of 32 with a power-of-two scale; twin of numerics.fake_quant_index."""
+    top = group_max_bits(re, im)
+    bad = top >= INF_BITS
+    amax = tl.maximum(bits_float(tl.where(bad, 0, top)), E2M1_MAX_ALIGNED)
+    exponent = tl.minimum(tl.maximum(ceil_exponent(amax * ONE_SIXTH), 1), 253)
+    low, high = shifted_magnitudes(re, im, exponent, NARROW)
+    scale = power_of_two(exponent)
+    inverse = power_of_two(254 - exponent)[:, :, None]
+    return _on_grid(re * inverse, low, scale, bad), _on_grid(im * inverse, high, scale, bad)
+
+
+@triton.jit
+def _on_grid(quotient, code, scale, bad):
+    value = e2m1_decode(code) * scale[:, :, None]
+    # a -0 quotient counts as +0, a negative one that rounds to zero becomes -0
+    return tl.where(bad[:, :, None], float("nan"), tl.where(quotient < 0, -value, value))
+
+
+# --- norm and rotation ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rsqrt_rn(x):
+    """1 / sqrt(x), rounded from a value good to 2^-50 (the hardware's estimate and one fp64 step)."""
+    estimate = tl.rsqrt(x)
+    y = estimate.to(tl.float64)
+    e = 1.0 - x.to(tl.float64) * y * y
+    y = y + y * e * (0.5 + 0.375 * e)
+    return tl.where((x > 0) & (x < float("inf")), y.to(tl.float32), estimate)
+
+
+@triton.jit
+def rms_scale(re, im, eps, WIDTH: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of each row of pairs [rows, WIDTH / 2]."""
+    return rsqrt_rn(tl.sum(re * re + im * im, axis=1) * (1.0 / WIDTH) + eps)
+
+
+@triton.jit
+def rotate(re, im, cos, sin):
+    """Rotate pairs by angles, every product rounded on its own."""
+    return re * cos - im * sin, re * sin + im * cos

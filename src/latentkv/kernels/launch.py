@@ -1,0 +1,96 @@
+"""What every launch shares: layout numbers as constexprs, the device guard, and what `latentkv targets` compiles."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latentkv.layout import KVLayout
+
+PORTABLE, BF16_CAST, E4M3_CAST = 0, 1, 2  # values of CAST, as in device.py
+
+
+@dataclass(frozen=True)
+class TargetCase:
+    """One kernel variant that is compiled offline for every target.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        label: what the variant is, for the table.
+        signature: Triton types of the runtime arguments, such as `{"rows": "*bf16", "count": "i32"}`.
+        constexprs: values of the constexpr arguments.
+        num_warps: warps a program.
+        aligned: names of runtime arguments known to be divisible by 16.
+        options: further compile options.
+        targets: names of the targets that launch this variant; empty if all do.
+    """
+
+    kernel: Any
+    label: str
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    aligned: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
+    targets: tuple[str, ...] = ()
+
+
+def layout_constants(layout: KVLayout, page_size: int) -> dict[str, Any]:
+    """The constexprs by which a kernel addresses rows of a layout.
+
+    A row's data starts at byte `offset * DATA_STEP` of its page and its scales at `SCALE_BASE + offset * SCALE_STEP`.
+    """
+    return {
+        "ENCODING": layout.split.name,
+        "PAGE_SHIFT": page_size.bit_length() - 1,
+        "DATA_STEP": layout.data_in_page(1, page_size),
+        "SCALE_BASE": layout.scale_in_page(0, page_size),
+        "SCALE_STEP": layout.scale_in_page(1, page_size) - layout.scale_in_page(0, page_size),
+    }
+
+
+def words(x: Tensor) -> bool:
+    """Whether pairs of a tensor's values are aligned words: an even address and row strides that are even in values."""
+    size = 2 * x.element_size()
+    return x.data_ptr() % size == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+
+
+def page_words(cache: Tensor) -> bool:
+    """Whether every page starts at a multiple of four bytes, so that encoded pairs are aligned words."""
+    return cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0
+
+
+def pair_stride(stride: int, in_words: bool) -> int:
+    """A stride given in values, in the unit of `pair_pointer`."""
+    return stride // 2 if in_words else stride
+
+
+@lru_cache(maxsize=64)
+def common_options(device: torch.device) -> dict[str, Any]:
+    """Constexprs and options that depend on the device alone; bits never depend on them.
+
+    `CAST` names conversions proven equal to the integer encoders there. `OVERLAP` lets a kernel's launch run beside the
+    kernel before it (programmatic dependent launch, sm_90 and later); each kernel waits before it reads anything.
+    """
+    options: dict[str, Any] = {"CAST": PORTABLE, "OVERLAP": False, "enable_fp_fusion": False}
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        options["CAST"] = E4M3_CAST if capability == (9, 0) else BF16_CAST
+        if capability >= (9, 0):
+            options.update(OVERLAP=True, launch_pdl=True)
+    return options
+
+
+def narrow(x: Tensor) -> bool:
+    """Whether values of this dtype have at most 11 significant bits, so that the short encoders are exact."""
+    return x.dtype in (torch.bfloat16, torch.float16)
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Launch on the tensor's own device (Triton launches on the current one)."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

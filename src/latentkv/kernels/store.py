@@ -1,0 +1,605 @@
+"""Stage `store` in Triton: write latent rows to their pages and read them back."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latentkv.kernels import device as dev
+from latentkv.kernels.launch import (
+    common_options,
+    layout_constants,
+    narrow,
+    on_device,
+    page_words,
+    pair_stride,
+    words,
+)
+from latentkv.layout import LATENT_DIM, KVLayout
+
+QUERY_TAILS = 32  # query heads a program rotates
+
+
+def store_kv(rows: Tensor, cache: Tensor, slots: Tensor, layout: str, page_size: int, freqs: Tensor | None) -> None:
+    """Launch `store_rows_kernel` without a norm; with `freqs`, row t is rotated by its row t."""
+    _store_rows(rows, cache, slots, KVLayout.parse(layout), page_size, freqs=freqs)
+
+
+def norm_rope_store_kv(
+    rows: Tensor,
+    weight: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    eps: float,
+    layout: str,
+    page_size: int,
+    query: Tensor | None,
+) -> None:
+    """Launch `store_rows_kernel` with norm and rotation; programs behind the rows' rotate the query."""
+    kind = KVLayout.parse(layout)
+    extra = {"positions": positions, "weight": weight, "eps": eps, "query": query}
+    _store_rows(rows, cache, slots, kind, page_size, freqs=freqs, **extra)
+
+
+def _store_rows(
+    rows: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    layout: KVLayout,
+    page_size: int,
+    *,
+    freqs: Tensor | None,
+    positions: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    query: Tensor | None = None,
+) -> None:
+    count = rows.shape[0]
+    if count == 0:
+        return
+    heads = query.shape[1] if query is not None else 0
+    tile, warps = _row_tile(count)
+    row_programs = triton.cdiv(count, tile)
+    # arguments that the constexprs keep from being read point at something valid
+    table = freqs if freqs is not None else rows
+    places = positions if positions is not None else slots
+    heads_of = query if query is not None else rows
+    row_words, page_in_words, freq_words = words(rows), page_words(cache), words(table)
+    with on_device(rows):
+        store_rows_kernel[(row_programs + triton.cdiv(count * heads, QUERY_TAILS),)](
+            rows,
+            pair_stride(rows.stride(0), row_words),
+            cache,
+            cache.stride(0),
+            cache.stride(0) // layout.pair_bytes if page_in_words else cache.stride(0),
+            slots,
+            slots.stride(0),
+            cache.shape[0] * page_size,
+            weight if weight is not None else rows,
+            eps,
+            table,
+            pair_stride(table.stride(0), freq_words),
+            table.shape[0],
+            places,
+            places.stride(0),
+            heads_of,
+            heads_of.stride(0),
+            heads_of.stride(1),
+            count,
+            heads,
+            row_programs,
+            **layout_constants(layout, page_size),
+            NORM=weight is not None,
+            ROTATE=freqs is not None,
+            BY_POSITION=positions is not None,
+            QUERY=query is not None,
+            ROW_WORDS=row_words,
+            PAGE_WORDS=page_in_words,
+            WEIGHT_WORDS=weight is not None and words(weight),
+            FREQ_WORDS=freq_words,
+            NARROW=narrow(rows) or (weight is not None and layout != KVLayout.V4),
+            ROWS=tile,
+            QUERY_TAILS=QUERY_TAILS,
+            num_warps=warps,
+            **common_options(rows.device),
+        )
+
+
+def _row_tile(count: int) -> tuple[int, int]:
+    """Rows a program writes and its warps."""
+    return (1, 1) if count <= 2048 else (4, 1)
+
+
+def load_kv(cache: Tensor, slots: Tensor, layout: str, page_size: int, out: Tensor) -> None:
+    """Launch `load_rows_kernel` over slots."""
+    _load_rows(cache, slots, KVLayout.parse(layout), page_size, out)
+
+
+def load_kv_pages(cache: Tensor, layout: str, page_size: int) -> Tensor:
+    """Launch `load_rows_kernel` over every slot in order."""
+    out = torch.empty(cache.shape[0] * page_size, LATENT_DIM, dtype=torch.bfloat16, device=cache.device)
+    _load_rows(cache, None, KVLayout.parse(layout), page_size, out)
+    return out.unflatten(0, (-1, page_size))
+
+
+def _load_rows(cache: Tensor, slots: Tensor | None, layout: KVLayout, page_size: int, out: Tensor) -> None:
+    count = out.shape[0]
+    if count == 0:
+        return
+    tile, warps = _row_tile(count)
+    out_words, page_in_words = words(out), page_words(cache)
+    with on_device(cache):
+        load_rows_kernel[(triton.cdiv(count, tile),)](
+            cache,
+            cache.stride(0),
+            cache.stride(0) // layout.pair_bytes if page_in_words else cache.stride(0),
+            slots if slots is not None else out,
+            slots.stride(0) if slots is not None else 1,
+            cache.shape[0] * page_size,
+            out,
+            pair_stride(out.stride(0), out_words),
+            count,
+            **layout_constants(layout, page_size),
+            BY_SLOT=slots is not None,
+            OUT_WORDS=out_words,
+            PAGE_WORDS=page_in_words,
+            ROWS=tile,
+            num_warps=warps,
+            **common_options(cache.device),
+        )
+
+
+def rope_fake_quant(x: Tensor, freqs: Tensor, kind: str, positions: Tensor | None, inverse: bool) -> Tensor:
+    """Launch `rope_fake_quant_kernel` over the rows of `x`, flattened."""
+    source = x.reshape(-1, x.shape[-1])
+    if source.stride(-1) != 1:
+        source = source.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count, width = source.shape
+    if count == 0:
+        return out
+    tokens = freqs.shape[0] if positions is None else positions.shape[0]
+    pairs = triton.next_power_of_2(width) // 2
+    tile = max(1, 512 // pairs)
+    places = positions if positions is not None else freqs
+    in_words, freq_words = words(source), words(freqs)
+    with on_device(x):
+        rope_fake_quant_kernel[(triton.cdiv(count, tile),)](
+            source,
+            pair_stride(source.stride(0), in_words),
+            out,
+            freqs,
+            pair_stride(freqs.stride(0), freq_words),
+            freqs.shape[0],
+            places,
+            places.stride(0),
+            count,
+            count // tokens,
+            WIDTH=width,
+            ROTATED=freqs.shape[1],
+            LATENT=kind == "latent",
+            INVERSE=inverse,
+            BY_POSITION=positions is not None,
+            IN_WORDS=in_words,
+            FREQ_WORDS=freq_words,
+            NARROW=narrow(x),
+            ROWS=tile,
+            PAIRS=pairs,
+            num_warps=max(1, min(8, tile * pairs // 256)),
+            **common_options(x.device),
+        )
+    return out
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["capacity", "max_positions", "count", "heads", "row_programs", "eps"])
+def store_rows_kernel(
+    rows,
+    rows_stride,
+    cache,
+    page_stride,
+    data_stride,
+    slots,
+    slots_stride,
+    capacity,
+    weight,
+    eps,
+    freqs,
+    freqs_stride,
+    max_positions,
+    positions,
+    positions_stride,
+    query,
+    query_stride,
+    head_stride,
+    count,
+    heads,
+    row_programs,
+    ENCODING: tl.constexpr,
+    PAGE_SHIFT: tl.constexpr,
+    DATA_STEP: tl.constexpr,
+    SCALE_BASE: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    BY_POSITION: tl.constexpr,
+    QUERY: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    WEIGHT_WORDS: tl.constexpr,
+    FREQ_WORDS: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERY_TAILS: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Norm, rotate, quantize and write ROWS rows; programs from `row_programs` on rotate query tails in place."""
+    dev.begin(OVERLAP)
+    if QUERY:
+        if tl.program_id(0) >= row_programs:
+            item = (tl.program_id(0) - row_programs).to(tl.int64) * QUERY_TAILS + tl.arange(0, QUERY_TAILS)
+            rotate_tails(
+                query, query_stride, head_stride, item, item < count.to(tl.int64) * heads, heads, freqs, freqs_stride,
+                max_positions, positions, positions_stride, FREQ_WORDS, CAST,
+            )  # fmt: skip
+            return
+    dtype: tl.constexpr = rows.dtype.element_ty
+    # where a row's own bits are not kept, a stored bf16 NaN has the same bits on every device
+    KEPT: tl.constexpr = dtype == tl.bfloat16 and not NORM and not ROTATE
+    SETTLE_NAN: tl.constexpr = not KEPT and (ENCODING == "bf16" or ENCODING == "v4")
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    slot = tl.load(slots + row * slots_stride, mask=live, other=-1).to(tl.int64)
+    written = live & (slot >= 0) & (slot < capacity)
+    at = dev.pair_pointer(rows, ROW_WORDS)
+    step = (row * rows_stride)[:, None]
+    pair = tl.arange(0, 256)
+    re, im = dev.load_pairs(at, step, pair[None, :], live[:, None], dtype, ROW_WORDS)
+    if NORM:
+        scale = dev.rms_scale(re, im, eps, 512)[:, None]
+        re, im = normed_pairs(re, im, scale, weight, pair, ENCODING != "v4", WEIGHT_WORDS, CAST)
+    if SETTLE_NAN:
+        re, im = dev.settle_nan(re), dev.settle_nan(im)
+    write_pairs(
+        re, im, cache, page_stride, data_stride, slot, written, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
+        SCALE_STEP, PAGE_WORDS, NARROW, CAST, ROWS, 0, 224 if ROTATE else 256,
+    )  # fmt: skip
+    if ROTATE:  # the last 64 values once more, alone: rotating whole rows would cost more than reading these again
+        pair = 224 + tl.arange(0, 32)
+        re, im = dev.load_pairs(at, step, pair[None, :], live[:, None], dtype, ROW_WORDS)
+        if NORM:
+            re, im = normed_pairs(re, im, scale, weight, pair, ENCODING != "v4", WEIGHT_WORDS, CAST)
+        cos, sin = angles(
+            freqs, freqs_stride, max_positions, positions, positions_stride, row, live, BY_POSITION, FREQ_WORDS
+        )
+        re, im = dev.rotate(re, im, cos, sin)
+        if not NORM:
+            re, im = dev.round_pairs(re, im, dtype, CAST)
+        elif ENCODING != "v4":
+            re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
+        if SETTLE_NAN:
+            re, im = dev.settle_nan(re), dev.settle_nan(im)
+        write_pairs(
+            re, im, cache, page_stride, data_stride, slot, written, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
+            SCALE_STEP, PAGE_WORDS, NARROW, CAST, ROWS, 224, 256,
+        )  # fmt: skip
+
+
+@triton.jit
+def normed_pairs(
+    re, im, scale, weight, pair, ROUND: tl.constexpr, WEIGHT_WORDS: tl.constexpr, CAST: tl.constexpr
+):  # fmt: skip
+    """Pairs times their row's scale and the weight, rounded to bf16 if ROUND."""
+    at = dev.pair_pointer(weight, WEIGHT_WORDS)
+    weight_re, weight_im = dev.load_pairs(at, 0, pair, pair >= 0, weight.dtype.element_ty, WEIGHT_WORDS)
+    re = re * scale * weight_re[None, :]
+    im = im * scale * weight_im[None, :]
+    if ROUND:
+        re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
+    return re, im
+
+
+@triton.jit
+def angles(
+    freqs, freqs_stride, max_positions, positions, positions_stride, row, live, BY_POSITION: tl.constexpr,
+    FREQ_WORDS: tl.constexpr,
+):  # fmt: skip
+    """cos and sin [rows, 32] of each row; a position outside the table reads row 0."""
+    if BY_POSITION:
+        at = tl.load(positions + row * positions_stride, mask=live, other=0).to(tl.int64)
+        at = tl.where((at >= 0) & (at < max_positions), at, 0)
+    else:
+        at = row
+    table = dev.pair_pointer(freqs, FREQ_WORDS)
+    step = (at * freqs_stride)[:, None]
+    return dev.load_pairs(table, step, tl.arange(0, 32)[None, :], live[:, None], tl.float32, FREQ_WORDS)
+
+
+@triton.jit
+def rotate_tails(
+    query, query_stride, head_stride, item, live, heads, freqs, freqs_stride, max_positions, positions,
+    positions_stride, FREQ_WORDS: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Rotate the last 64 values of bf16 query heads in place; `item` counts heads of all rows."""
+    row = item // heads
+    cos, sin = angles(freqs, freqs_stride, max_positions, positions, positions_stride, row, live, True, FREQ_WORDS)
+    step = (row * query_stride + (item % heads) * head_stride + 448)[:, None]
+    pair = tl.arange(0, 32)[None, :]
+    re, im = dev.load_pairs(query, step, pair, live[:, None], tl.bfloat16, False)
+    re, im = dev.rotate(re, im, cos, sin)
+    dev.store_pairs(query, step, pair, re, im, live[:, None], tl.bfloat16, False, CAST)
+
+
+@triton.jit
+def write_pairs(
+    re,
+    im,
+    cache,
+    page_stride,
+    data_stride,
+    slot,
+    written,
+    ENCODING: tl.constexpr,
+    PAGE_SHIFT: tl.constexpr,
+    DATA_STEP: tl.constexpr,
+    SCALE_BASE: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    NARROW: tl.constexpr,
+    CAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Quantize fp32 pairs FIRST.. of rows and write data and scales of those below LIMIT to the rows' slots.
+
+    `data_stride` is the page stride in encoded pairs where PAGE_WORDS says that pages hold aligned pairs, else bytes.
+    """
+    PAIRS: tl.constexpr = re.shape[1]
+    pair = FIRST + tl.arange(0, PAIRS)
+    mask = written[:, None] & (pair < LIMIT)[None, :]
+    slot = tl.where(written, slot, 0)
+    page, offset = slot >> PAGE_SHIFT, slot & ((1 << PAGE_SHIFT) - 1)
+    data = (page * data_stride)[:, None]
+    scales = cache + (page * page_stride + SCALE_BASE + offset * SCALE_STEP)[:, None]
+    if ENCODING == "bf16":
+        _store_bf16(cache, data, (offset * DATA_STEP)[:, None], pair[None, :], re, im, mask, PAGE_WORDS)
+    elif ENCODING == "v41_fp4" or ENCODING == "v41_mxfp4":
+        SIZE: tl.constexpr = 8 if ENCODING == "v41_fp4" else 16  # pairs of a group
+        re = tl.reshape(re, [ROWS, PAIRS // SIZE, SIZE])
+        im = tl.reshape(im, [ROWS, PAIRS // SIZE, SIZE])
+        if ENCODING == "v41_fp4":
+            byte, scale = dev.quantize_v41_fp4(re, im, NARROW)
+        else:
+            byte, scale = dev.quantize_v41_mxfp4(re, im, NARROW)
+        at = cache + data + (offset * DATA_STEP)[:, None] + pair[None, :]
+        tl.store(at, tl.reshape(byte, [ROWS, PAIRS]).to(tl.uint8), mask=mask)
+        group = FIRST // SIZE + tl.arange(0, PAIRS // SIZE)[None, :]
+        tl.store(scales + group, scale.to(tl.uint8), mask=written[:, None] & (group < LIMIT // SIZE))
+    elif ENCODING == "v41":
+        word, scale = dev.quantize_v41(
+            tl.reshape(re, [ROWS, PAIRS // 16, 16]), tl.reshape(im, [ROWS, PAIRS // 16, 16]), NARROW, CAST
+        )
+        word = tl.reshape(word, [ROWS, PAIRS])
+        _store_e4m3(cache, data, (offset * DATA_STEP)[:, None], pair[None, :], word, mask, PAGE_WORDS)
+        group = FIRST // 16 + tl.arange(0, PAIRS // 16)[None, :]
+        tl.store(scales + group, scale.to(tl.uint8), mask=written[:, None] & (group < LIMIT // 16))
+    else:
+        if FIRST == 0:
+            word, scale = dev.quantize_v4(
+                tl.reshape(re, [ROWS, PAIRS // 32, 32]), tl.reshape(im, [ROWS, PAIRS // 32, 32]), NARROW, CAST
+            )
+            head = mask & (pair < 224)[None, :]
+            word = tl.reshape(word, [ROWS, PAIRS])
+            _store_e4m3(cache, data, (offset * DATA_STEP)[:, None], pair[None, :], word, head, PAGE_WORDS)
+            group = tl.arange(0, 8)[None, :]  # the eighth byte is padding, zero
+            tl.store(scales + group, tl.where(group < 7, scale, 0).to(tl.uint8), mask=written[:, None])
+        if LIMIT == 256:  # bf16 values behind 448 bytes of codes; only four-byte pages hold their pairs aligned
+            tail = mask & (pair >= 224)[None, :]
+            at = cache + (page * page_stride + offset * DATA_STEP - 448)[:, None] + 4 * pair[None, :]
+            _store_bytes(at, dev.bf16_bits(re) | (dev.bf16_bits(im) << 16), tail, 4)
+
+
+@triton.jit
+def _store_e4m3(cache, page, step, pair, word, mask, PAGE_WORDS: tl.constexpr):
+    if PAGE_WORDS:
+        at = cache.to(tl.pointer_type(tl.int16)) + page + step // 2 + pair
+        tl.store(at, word.to(tl.int16), mask=mask)
+    else:
+        _store_bytes(cache + page + step + 2 * pair, word, mask, 2)
+
+
+@triton.jit
+def _store_bf16(cache, page, step, pair, re, im, mask, PAGE_WORDS: tl.constexpr):
+    word = dev.bf16_bits(re) | (dev.bf16_bits(im) << 16)
+    if PAGE_WORDS:
+        tl.store(cache.to(tl.pointer_type(tl.int32)) + page + step // 4 + pair, word, mask=mask)
+    else:
+        _store_bytes(cache + page + step + 4 * pair, word, mask, 4)
+
+
+@triton.jit
+def _store_bytes(at, word, mask, COUNT: tl.constexpr):
+    for byte in tl.static_range(COUNT):
+        tl.store(at + byte, ((word >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["capacity", "count"])
+def load_rows_kernel(
+    cache,
+    page_stride,
+    data_stride,
+    slots,
+    slots_stride,
+    capacity,
+    out,
+    out_stride,
+    count,
+    ENCODING: tl.constexpr,
+    PAGE_SHIFT: tl.constexpr,
+    DATA_STEP: tl.constexpr,
+    SCALE_BASE: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    OUT_WORDS: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Read ROWS rows as bf16; a slot outside the cache reads zeros."""
+    dev.begin(OVERLAP)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    if BY_SLOT:
+        slot = tl.load(slots + row * slots_stride, mask=live, other=-1).to(tl.int64)
+    else:
+        slot = row
+    re, im = read_pairs(
+        cache, page_stride, data_stride, slot, live & (slot >= 0) & (slot < capacity), ENCODING, PAGE_SHIFT, DATA_STEP,
+        SCALE_BASE, SCALE_STEP, PAGE_WORDS, ROWS,
+    )  # fmt: skip
+    at = dev.pair_pointer(out, OUT_WORDS)
+    dev.store_pairs(
+        at, (row * out_stride)[:, None], tl.arange(0, 256)[None, :], re, im, live[:, None], tl.bfloat16, OUT_WORDS, CAST
+    )
+
+
+@triton.jit
+def read_pairs(
+    cache,
+    page_stride,
+    data_stride,
+    slot,
+    live,
+    ENCODING: tl.constexpr,
+    PAGE_SHIFT: tl.constexpr,
+    DATA_STEP: tl.constexpr,
+    SCALE_BASE: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """fp32 pairs [ROWS, 256] of live rows, zeros elsewhere."""
+    slot = tl.where(live, slot, 0)
+    page, offset = slot >> PAGE_SHIFT, slot & ((1 << PAGE_SHIFT) - 1)
+    data = (page * data_stride)[:, None]
+    step = (offset * DATA_STEP)[:, None]
+    scales = cache + (page * page_stride + SCALE_BASE + offset * SCALE_STEP)[:, None]
+    mask = live[:, None]
+    pair = tl.arange(0, 256)[None, :]
+    if ENCODING == "bf16":
+        re, im = dev.split_bf16(_load_bf16(cache, data, step, pair, mask, PAGE_WORDS))
+    elif ENCODING == "v41" or ENCODING == "v4":
+        GROUPS: tl.constexpr = 16 if ENCODING == "v41" else 8
+        group = tl.arange(0, GROUPS)[None, :]
+        coded = mask if ENCODING == "v41" else mask & (pair < 224)
+        word = _load_e4m3(cache, data, step, pair, coded, PAGE_WORDS)
+        scale = dev.ue8m0_decode(tl.load(scales + group, mask=mask, other=0).to(tl.int32))[:, :, None]
+        re = tl.reshape(dev.e4m3_decode(word & 0xFF), [ROWS, GROUPS, 256 // GROUPS]) * scale
+        im = tl.reshape(dev.e4m3_decode((word >> 8) & 0xFF), [ROWS, GROUPS, 256 // GROUPS]) * scale
+        re, im = tl.reshape(re, [ROWS, 256]), tl.reshape(im, [ROWS, 256])
+        if ENCODING == "v4":
+            at = cache + (page * page_stride + offset * DATA_STEP - 448)[:, None] + 4 * pair
+            tail_re, tail_im = dev.split_bf16(_load_bytes(at, mask & (pair >= 224), 4))
+            re, im = tl.where(pair >= 224, tail_re, re), tl.where(pair >= 224, tail_im, im)
+    else:
+        byte = tl.load(cache + data + step + pair, mask=mask, other=0).to(tl.int32)
+        GROUPS: tl.constexpr = 32 if ENCODING == "v41_fp4" else 16
+        scale = tl.load(scales + tl.arange(0, GROUPS)[None, :], mask=mask, other=0).to(tl.int32)
+        if ENCODING == "v41_fp4":
+            scale = dev.e4m3_decode(scale)[:, :, None]
+        else:
+            scale = dev.ue8m0_decode(scale)[:, :, None]
+        re = tl.reshape(dev.e2m1_decode(byte & 0xF), [ROWS, GROUPS, 256 // GROUPS]) * scale
+        im = tl.reshape(dev.e2m1_decode(byte >> 4), [ROWS, GROUPS, 256 // GROUPS]) * scale
+        re, im = tl.reshape(re, [ROWS, 256]), tl.reshape(im, [ROWS, 256])
+    return tl.where(mask, re, 0.0), tl.where(mask, im, 0.0)
+
+
+@triton.jit
+def _load_e4m3(cache, page, step, pair, mask, PAGE_WORDS: tl.constexpr):
+    if PAGE_WORDS:
+        return tl.load(cache.to(tl.pointer_type(tl.int16)) + page + step // 2 + pair, mask=mask, other=0).to(tl.int32)
+    else:
+        return _load_bytes(cache + page + step + 2 * pair, mask, 2)
+
+
+@triton.jit
+def _load_bf16(cache, page, step, pair, mask, PAGE_WORDS: tl.constexpr):
+    if PAGE_WORDS:
+        return tl.load(cache.to(tl.pointer_type(tl.int32)) + page + step // 4 + pair, mask=mask, other=0)
+    else:
+        return _load_bytes(cache + page + step + 4 * pair, mask, 4)
+
+
+@triton.jit
+def _load_bytes(at, mask, COUNT: tl.constexpr):
+    word = tl.load(at, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, COUNT):
+        word = word | (tl.load(at + byte, mask=mask, other=0).to(tl.int32) << (8 * byte))
+    return word
+
+
+@triton.jit(do_not_specialize=["max_positions", "count", "per_token"])
+def rope_fake_quant_kernel(
+    x,
+    x_stride,
+    out,
+    freqs,
+    freqs_stride,
+    max_positions,
+    positions,
+    positions_stride,
+    count,
+    per_token,
+    WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    LATENT: tl.constexpr,
+    INVERSE: tl.constexpr,
+    BY_POSITION: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+    FREQ_WORDS: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Rotate the last ROTATED values of ROWS rows of WIDTH values, then quantize and dequantize them."""
+    dev.begin(OVERLAP)
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    pair = tl.arange(0, PAIRS)[None, :]
+    mask = live[:, None] & (pair < WIDTH // 2)
+    re, im = dev.load_pairs(dev.pair_pointer(x, IN_WORDS), (row * x_stride)[:, None], pair, mask, dtype, IN_WORDS)
+    if BY_POSITION:
+        at = tl.load(positions + (row // per_token) * positions_stride, mask=live, other=0).to(tl.int64)
+        at = tl.where((at >= 0) & (at < max_positions), at, 0)
+    else:
+        at = row // per_token
+    FIRST: tl.constexpr = (WIDTH - ROTATED) // 2
+    turned = mask & (pair >= FIRST)
+    table = dev.pair_pointer(freqs, FREQ_WORDS)
+    cos, sin = dev.load_pairs(table, (at * freqs_stride)[:, None], pair - FIRST, turned, tl.float32, FREQ_WORDS)
+    if INVERSE:
+        sin = -sin
+    turned_re, turned_im = dev.rotate(re, im, cos, sin)
+    turned_re, turned_im = dev.round_pairs(turned_re, turned_im, tl.bfloat16, CAST)
+    re, im = tl.where(turned, turned_re, re), tl.where(turned, turned_im, im)
+    SIZE: tl.constexpr = 8 if LATENT else 16
+    re, im = tl.reshape(re, [ROWS, PAIRS // SIZE, SIZE]), tl.reshape(im, [ROWS, PAIRS // SIZE, SIZE])
+    if LATENT:
+        re, im = dev.fake_quant_latent(re, im, NARROW)
+    else:
+        re, im = dev.fake_quant_index(re, im, NARROW)
+    re, im = tl.reshape(re, [ROWS, PAIRS]), tl.reshape(im, [ROWS, PAIRS])
+    dev.store_pairs(dev.pair_pointer(out, True), (row * (WIDTH // 2))[:, None], pair, re, im, mask, dtype, True, CAST)
