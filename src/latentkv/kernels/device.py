@@ -104,6 +104,18 @@ def split_bf16(word):
 
 
 @triton.jit
+def split_words(word, dtype: tl.constexpr):
+    """fp32 (re, im) of words of two values of `dtype`."""
+    if dtype == tl.bfloat16:
+        return split_bf16(word)
+    elif dtype == tl.float16:
+        low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return bits_float((word & 0xFFFFFFFF).to(tl.int32)), bits_float((word >> 32).to(tl.int32))
+
+
+@triton.jit
 def join_bf16(re, im, CAST: tl.constexpr):
     """Words of two fp32 values rounded to bf16."""
     if CAST == PORTABLE:
@@ -143,14 +155,7 @@ def load_pairs(at, step, pair, mask, dtype: tl.constexpr, WORDS: tl.constexpr):
     `at` is `pair_pointer(base)`; `step` the row's offset in pairs (WORDS) or in values; masked pairs are zero.
     """
     if WORDS:
-        word = tl.load(at + step + pair, mask=mask, other=0)
-        if dtype == tl.bfloat16:
-            return split_bf16(word)
-        elif dtype == tl.float16:
-            low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-            return low.to(tl.float32), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            return bits_float((word & 0xFFFFFFFF).to(tl.int32)), bits_float((word >> 32).to(tl.int32))
+        return split_words(tl.load(at + step + pair, mask=mask, other=0), dtype)
     else:
         re = tl.load(at + step + 2 * pair, mask=mask, other=0.0)
         im = tl.load(at + step + 2 * pair + 1, mask=mask, other=0.0)
@@ -238,18 +243,6 @@ def ue8m0_decode(exponent):
 
 
 @triton.jit
-def e2m1_aligned(z):
-    """e2m1 code 0..7 (as int32) of |z| * 2^126, ties to the even code, saturating at 6.
-
-    `z` may be off by 2^-14 of its size if it stems from a narrow value divided by an e4m3 number or a power of two:
-    such a quotient is either a midpoint or at least 2^-12 of its size away from one, and the guard sends a blurred
-    midpoint to its even side.
-    """
-    bits = float_bits(tl.minimum(tl.abs(z), E2M1_MAX_ALIGNED))  # the code is bits 22.. of the number
-    return (bits + (0x200000 - TIE_GUARD) + ((bits >> 12) & (2 * TIE_GUARD))) >> 22
-
-
-@triton.jit
 def e2m1_compare(a):
     """e2m1 code 0..7 (as int32) of a >= 0, ties to the even code, saturating at 6, for any fp32."""
     code = tl.where(a > 0.25, 1, 0) + tl.where(a >= 0.75, 1, 0) + tl.where(a > 1.25, 1, 0)
@@ -258,9 +251,35 @@ def e2m1_compare(a):
 
 
 @triton.jit
-def sign_nibble(x):
-    """Bit 3 set where x is negative, -0 included."""
-    return (float_bits(x) >> 28) & 8
+def e2m1_narrow(a):
+    """e2m1 code 0..7 (as int32) of |a|, ties to the even code, saturating at 6.
+
+    `a` is a narrow value divided by an e4m3 number or a power of two, and may be off by a few units in the last place:
+    the exact quotient is a midpoint or at least 2^-12 of its size away from one, so the guard sends a blurred midpoint
+    to its even side.
+    """
+    bits = float_bits(tl.minimum(tl.abs(a), 6.0) * TWO_POW_M126)  # the code is bits 22.. of this number
+    return (bits + (0x200000 - TIE_GUARD) + ((bits >> 12) & (2 * TIE_GUARD))) >> 22
+
+
+@triton.jit
+def e2m1_bytes(re, im, inverse, CAST: tl.constexpr):
+    """Bytes (int32) of two e2m1 codes, signs kept, of narrow pairs times `inverse`, as `e2m1_narrow` takes them."""
+    if CAST == PORTABLE:
+        low = e2m1_narrow(re * inverse) | ((float_bits(re) >> 28) & 8)
+        return low | (e2m1_narrow(im * inverse) << 4) | ((float_bits(im) >> 24) & 0x80)
+    else:
+        # both values at once in fp16 at 2^-14, where the code is bits 9.. of a half and a blurred midpoint is exact
+        inverse = inverse * 6.103515625e-05
+        halves = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [re * inverse, im * inverse], tl.int32, is_pure=True, pack=1
+        )
+        code = tl.inline_asm_elementwise(
+            "min.f16x2 $0, $1, $2;", "=r,r,r", [halves & 0x7FFF7FFF, 0x0E000E00], tl.int32, is_pure=True, pack=1
+        )
+        code = code + 0x00FF00FF + ((code >> 9) & 0x00010001)
+        signs = ((halves >> 12) & 8) | ((halves >> 24) & 0x80)
+        return ((code >> 9) & 7) | ((code >> 21) & 0x70) | signs
 
 
 @triton.jit
@@ -327,34 +346,17 @@ def latent_scale_code(top, NARROW: tl.constexpr):
 
 
 @triton.jit
-def latent_magnitudes(re, im, scale, NARROW: tl.constexpr):
-    """e2m1 codes 0..7 (int32) of pairs divided by their group's fp32 scale [rows, groups]."""
-    if NARROW:
-        inverse = ((1.0 / scale) * TWO_POW_M126)[:, :, None]
-        return e2m1_aligned(re * inverse), e2m1_aligned(im * inverse)
-    else:
-        divisor = tl.broadcast_to(scale[:, :, None], re.shape)
-        return e2m1_compare(tl.div_rn(tl.abs(re), divisor)), e2m1_compare(tl.div_rn(tl.abs(im), divisor))
-
-
-@triton.jit
-def shifted_magnitudes(re, im, exponent, NARROW: tl.constexpr):
-    """e2m1 codes 0..7 (int32) of pairs divided by 2^(exponent - 127), `exponent` 1..253 [rows, groups]."""
-    inverse = power_of_two(254 - exponent)[:, :, None]
-    if NARROW:
-        return e2m1_aligned(re * inverse * TWO_POW_M126), e2m1_aligned(im * inverse * TWO_POW_M126)
-    else:
-        return e2m1_compare(tl.abs(re * inverse)), e2m1_compare(tl.abs(im * inverse))
-
-
-@triton.jit
-def quantize_v41_fp4(re, im, NARROW: tl.constexpr):
+def quantize_v41_fp4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
     """e2m1 bytes [rows, groups, pairs] and e4m3 scale bytes [rows, groups] of groups of 16 (int32 both)."""
     top = group_max_bits(re, im)
     bad = top > INF_BITS
     scale_code = latent_scale_code(tl.where(bad, 0, top), NARROW)
-    low, high = latent_magnitudes(re, im, e4m3_decode(scale_code), NARROW)
-    byte = low | sign_nibble(re) | ((high | sign_nibble(im)) << 4)
+    scale = e4m3_decode(scale_code)[:, :, None]
+    if NARROW:
+        byte = e2m1_bytes(re, im, 1.0 / scale, CAST)
+    else:
+        divisor = tl.broadcast_to(scale, re.shape)
+        byte = _compared_bytes(tl.div_rn(re, divisor), tl.div_rn(im, divisor))
     return tl.where(bad[:, :, None], 0, byte), tl.where(bad, 0x7F, scale_code)
 
 
@@ -369,14 +371,23 @@ def power_scale_exponent(top, NARROW: tl.constexpr):
 
 
 @triton.jit
-def quantize_v41_mxfp4(re, im, NARROW: tl.constexpr):
+def quantize_v41_mxfp4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
     """e2m1 bytes and ue8m0 scale bytes of groups of 32 (int32 both)."""
     top = group_max_bits(re, im)
     bad = top >= INF_BITS
     exponent = power_scale_exponent(tl.where(bad, 0, top), NARROW)
-    low, high = shifted_magnitudes(re, im, exponent, NARROW)
-    byte = low | sign_nibble(re) | ((high | sign_nibble(im)) << 4)
+    inverse = power_of_two(254 - exponent)[:, :, None]
+    if NARROW:
+        byte = e2m1_bytes(re, im, inverse, CAST)
+    else:
+        byte = _compared_bytes(re * inverse, im * inverse)
     return tl.where(bad[:, :, None], 0, byte), tl.where(bad, 255, exponent)
+
+
+@triton.jit
+def _compared_bytes(re, im):
+    low = e2m1_compare(tl.abs(re)) | ((float_bits(re) >> 28) & 8)
+    return low | (e2m1_compare(tl.abs(im)) << 4) | ((float_bits(im) >> 24) & 0x80)
 
 
 @triton.jit
@@ -384,12 +395,14 @@ def fake_quant_latent(re, im, NARROW: tl.constexpr):
     """Quantize and dequantize groups of 16 with an e4m3 scale; twin of numerics.fake_quant_latent."""
     top = group_max_bits(re, im)
     bad = top > INF_BITS
-    scale = e4m3_decode(latent_scale_code(tl.where(bad, 0, top), NARROW))
-    low, high = latent_magnitudes(re, im, scale, NARROW)
-    if not NARROW:  # the sign is the quotient's, which may underflow to zero
-        divisor = tl.broadcast_to(scale[:, :, None], re.shape)
+    scale = e4m3_decode(latent_scale_code(tl.where(bad, 0, top), NARROW))[:, :, None]
+    if NARROW:
+        inverse = 1.0 / scale
+        re, im = re * inverse, im * inverse
+    else:
+        divisor = tl.broadcast_to(scale, re.shape)
         re, im = tl.div_rn(re, divisor), tl.div_rn(im, divisor)
-    return _on_grid(re, low, scale, bad), _on_grid(im, high, scale, bad)
+    return _on_grid(re, scale, bad, NARROW), _on_grid(im, scale, bad, NARROW)
 
 
 @triton.jit
@@ -399,15 +412,18 @@ def fake_quant_index(re, im, NARROW: tl.constexpr):
     bad = top >= INF_BITS
     amax = tl.maximum(bits_float(tl.where(bad, 0, top)), E2M1_MAX_ALIGNED)
     exponent = tl.minimum(tl.maximum(ceil_exponent(amax * ONE_SIXTH), 1), 253)
-    low, high = shifted_magnitudes(re, im, exponent, NARROW)
-    scale = power_of_two(exponent)
+    scale = power_of_two(exponent)[:, :, None]
     inverse = power_of_two(254 - exponent)[:, :, None]
-    return _on_grid(re * inverse, low, scale, bad), _on_grid(im * inverse, high, scale, bad)
+    return _on_grid(re * inverse, scale, bad, NARROW), _on_grid(im * inverse, scale, bad, NARROW)
 
 
 @triton.jit
-def _on_grid(quotient, code, scale, bad):
-    value = e2m1_decode(code) * scale[:, :, None]
+def _on_grid(quotient, scale, bad, NARROW: tl.constexpr):
+    if NARROW:
+        code = e2m1_narrow(quotient)
+    else:
+        code = e2m1_compare(tl.abs(quotient))
+    value = e2m1_decode(code) * scale
     # a -0 quotient counts as +0, a negative one that rounds to zero becomes -0
     return tl.where(bad[:, :, None], float("nan"), tl.where(quotient < 0, -value, value))
 

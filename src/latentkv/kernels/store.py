@@ -62,7 +62,7 @@ def _store_rows(
     if count == 0:
         return
     heads = query.shape[1] if query is not None else 0
-    tile, warps = _row_tile(count)
+    tile, warps = _write_tile(count, weight is not None)
     row_programs = triton.cdiv(count, tile)
     # arguments that the constexprs keep from being read point at something valid
     table = freqs if freqs is not None else rows
@@ -109,9 +109,22 @@ def _store_rows(
         )
 
 
-def _row_tile(count: int) -> tuple[int, int]:
-    """Rows a program writes and its warps."""
-    return (1, 1) if count <= 2048 else (4, 1)
+def _write_tile(count: int, normed: bool) -> tuple[int, int]:
+    """Rows a program writes and its warps; fastest of 9 shapes on one H200 (2026-12-01), bits do not depend on it."""
+    if count <= 1024:
+        return 1, 1
+    if count <= 4096:
+        return 2, 2
+    return (8, 2) if normed else (4, 2)
+
+
+def _read_tile(count: int, layout: KVLayout) -> tuple[int, int]:
+    """Rows a program reads and its warps; as in `_write_tile`."""
+    if count <= 1024:
+        return 1, 4
+    if count <= 4096:
+        return 2, 1
+    return (4, 2) if layout.element.bits == 4 else (4, 1)
 
 
 def load_kv(cache: Tensor, slots: Tensor, layout: str, page_size: int, out: Tensor) -> None:
@@ -130,7 +143,7 @@ def _load_rows(cache: Tensor, slots: Tensor | None, layout: KVLayout, page_size:
     count = out.shape[0]
     if count == 0:
         return
-    tile, warps = _row_tile(count)
+    tile, warps = _read_tile(count, layout)
     out_words, page_in_words = words(out), page_words(cache)
     with on_device(cache):
         load_rows_kernel[(triton.cdiv(count, tile),)](
@@ -254,31 +267,49 @@ def store_rows_kernel(
     # where a row's own bits are not kept, a stored bf16 NaN has the same bits on every device
     KEPT: tl.constexpr = dtype == tl.bfloat16 and not NORM and not ROTATE
     SETTLE_NAN: tl.constexpr = not KEPT and (ENCODING == "bf16" or ENCODING == "v4")
+    at = dev.pair_pointer(rows, ROW_WORDS)
+    weights = dev.pair_pointer(weight, WEIGHT_WORDS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < count
-    slot = tl.load(slots + row * slots_stride, mask=live, other=-1).to(tl.int64)
-    written = live & (slot >= 0) & (slot < capacity)
-    at = dev.pair_pointer(rows, ROW_WORDS)
-    step = (row * rows_stride)[:, None]
-    pair = tl.arange(0, 256)
-    re, im = dev.load_pairs(at, step, pair[None, :], live[:, None], dtype, ROW_WORDS)
-    if NORM:
-        scale = dev.rms_scale(re, im, eps, 512)[:, None]
-        re, im = normed_pairs(re, im, scale, weight, pair, ENCODING != "v4", WEIGHT_WORDS, CAST)
-    if SETTLE_NAN:
-        re, im = dev.settle_nan(re), dev.settle_nan(im)
-    write_pairs(
-        re, im, cache, page_stride, data_stride, slot, written, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
-        SCALE_STEP, PAGE_WORDS, NARROW, CAST, ROWS, 0, 224 if ROTATE else 256,
-    )  # fmt: skip
-    if ROTATE:  # the last 64 values once more, alone: rotating whole rows would cost more than reading these again
-        pair = 224 + tl.arange(0, 32)
-        re, im = dev.load_pairs(at, step, pair[None, :], live[:, None], dtype, ROW_WORDS)
-        if NORM:
-            re, im = normed_pairs(re, im, scale, weight, pair, ENCODING != "v4", WEIGHT_WORDS, CAST)
+    # half rows, the first halves of all rows before the second ones, so that one warp holds a whole row
+    piece = tl.arange(0, 2 * ROWS)
+    piece_row = tl.program_id(0).to(tl.int64) * ROWS + piece % ROWS
+    piece_live = piece_row < count
+    first = piece // ROWS * 128
+    pair = first[:, None] + tl.arange(0, 128)[None, :]
+    re, im = dev.load_pairs(at, (piece_row * rows_stride)[:, None], pair, piece_live[:, None], dtype, ROW_WORDS)
+    slot = tl.load(slots + piece_row * slots_stride, mask=piece_live, other=-1).to(tl.int64)
+    if ROTATE:
+        # the last 64 values once more, alone: rotating whole rows would cost more than reading these again
+        last = 224 + tl.arange(0, 32)[None, :]
+        tail_re, tail_im = dev.load_pairs(at, (row * rows_stride)[:, None], last, live[:, None], dtype, ROW_WORDS)
+        tail_slot = tl.load(slots + row * slots_stride, mask=live, other=-1).to(tl.int64)
         cos, sin = angles(
             freqs, freqs_stride, max_positions, positions, positions_stride, row, live, BY_POSITION, FREQ_WORDS
         )
+    if NORM:
+        kind: tl.constexpr = weight.dtype.element_ty
+        weight_re, weight_im = dev.load_pairs(weights, 0, pair, pair >= 0, kind, WEIGHT_WORDS)
+        total = tl.sum(tl.reshape(tl.sum(re * re + im * im, axis=1), [2, ROWS]), axis=0)
+        scale = dev.rsqrt_rn(total * (1.0 / 512) + eps)
+        both = tl.reshape(tl.broadcast_to(scale[None, :], [2, ROWS]), [2 * ROWS])[:, None]
+        re, im = re * both * weight_re, im * both * weight_im
+        if ENCODING != "v4":
+            re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
+    if SETTLE_NAN:
+        re, im = dev.settle_nan(re), dev.settle_nan(im)
+    write_pairs(
+        re, im, first, 224 if ROTATE else 256, cache, page_stride, data_stride, slot,
+        (slot >= 0) & (slot < capacity), ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE, SCALE_STEP, PAGE_WORDS,
+        NARROW, CAST,
+    )  # fmt: skip
+    if ROTATE:
+        re, im = tail_re, tail_im
+        if NORM:
+            weight_re, weight_im = dev.load_pairs(weights, 0, last, last >= 0, kind, WEIGHT_WORDS)
+            re, im = re * scale[:, None] * weight_re, im * scale[:, None] * weight_im
+            if ENCODING != "v4":
+                re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
         re, im = dev.rotate(re, im, cos, sin)
         if not NORM:
             re, im = dev.round_pairs(re, im, dtype, CAST)
@@ -287,23 +318,10 @@ def store_rows_kernel(
         if SETTLE_NAN:
             re, im = dev.settle_nan(re), dev.settle_nan(im)
         write_pairs(
-            re, im, cache, page_stride, data_stride, slot, written, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
-            SCALE_STEP, PAGE_WORDS, NARROW, CAST, ROWS, 224, 256,
+            re, im, tl.full([ROWS], 224, tl.int32), 256, cache, page_stride, data_stride, tail_slot,
+            (tail_slot >= 0) & (tail_slot < capacity), ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE, SCALE_STEP,
+            PAGE_WORDS, NARROW, CAST,
         )  # fmt: skip
-
-
-@triton.jit
-def normed_pairs(
-    re, im, scale, weight, pair, ROUND: tl.constexpr, WEIGHT_WORDS: tl.constexpr, CAST: tl.constexpr
-):  # fmt: skip
-    """Pairs times their row's scale and the weight, rounded to bf16 if ROUND."""
-    at = dev.pair_pointer(weight, WEIGHT_WORDS)
-    weight_re, weight_im = dev.load_pairs(at, 0, pair, pair >= 0, weight.dtype.element_ty, WEIGHT_WORDS)
-    re = re * scale * weight_re[None, :]
-    im = im * scale * weight_im[None, :]
-    if ROUND:
-        re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
-    return re, im
 
 
 @triton.jit
@@ -341,6 +359,8 @@ def rotate_tails(
 def write_pairs(
     re,
     im,
+    first,
+    LIMIT: tl.constexpr,
     cache,
     page_stride,
     data_stride,
@@ -354,57 +374,47 @@ def write_pairs(
     PAGE_WORDS: tl.constexpr,
     NARROW: tl.constexpr,
     CAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    FIRST: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):
-    """Quantize fp32 pairs FIRST.. of rows and write data and scales of those below LIMIT to the rows' slots.
+    """Quantize pieces of rows, fp32 pairs `first` .. of each, and write data and scales of pairs below LIMIT.
 
     `data_stride` is the page stride in encoded pairs where PAGE_WORDS says that pages hold aligned pairs, else bytes.
     """
+    ROWS: tl.constexpr = re.shape[0]
     PAIRS: tl.constexpr = re.shape[1]
-    pair = FIRST + tl.arange(0, PAIRS)
-    mask = written[:, None] & (pair < LIMIT)[None, :]
+    pair = first[:, None] + tl.arange(0, PAIRS)[None, :]
+    mask = written[:, None] & (pair < LIMIT)
     slot = tl.where(written, slot, 0)
     page, offset = slot >> PAGE_SHIFT, slot & ((1 << PAGE_SHIFT) - 1)
     data = (page * data_stride)[:, None]
+    step = (offset * DATA_STEP)[:, None]
     scales = cache + (page * page_stride + SCALE_BASE + offset * SCALE_STEP)[:, None]
     if ENCODING == "bf16":
-        _store_bf16(cache, data, (offset * DATA_STEP)[:, None], pair[None, :], re, im, mask, PAGE_WORDS)
-    elif ENCODING == "v41_fp4" or ENCODING == "v41_mxfp4":
+        _store_bf16(cache, data, step, pair, re, im, mask, PAGE_WORDS)
+    elif ENCODING == "v4":
+        word, scale = dev.quantize_v4(
+            tl.reshape(re, [ROWS, PAIRS // 32, 32]), tl.reshape(im, [ROWS, PAIRS // 32, 32]), NARROW, CAST
+        )
+        _store_e4m3(cache, data, step, pair, tl.reshape(word, [ROWS, PAIRS]), mask & (pair < 224), PAGE_WORDS)
+        group = (first // 32)[:, None] + tl.arange(0, PAIRS // 32)[None, :]  # the eighth byte is padding, zero
+        tl.store(scales + group, tl.where(group < 7, scale, 0).to(tl.uint8), mask=written[:, None])
+        if LIMIT == 256:  # bf16 values behind 448 bytes of codes, in bytes: half of them stand at odd words
+            at = cache + (page * page_stride + offset * DATA_STEP - 448)[:, None] + 4 * pair
+            _store_bytes(at, dev.bf16_bits(re) | (dev.bf16_bits(im) << 16), mask & (pair >= 224), 4)
+    else:
         SIZE: tl.constexpr = 8 if ENCODING == "v41_fp4" else 16  # pairs of a group
         re = tl.reshape(re, [ROWS, PAIRS // SIZE, SIZE])
         im = tl.reshape(im, [ROWS, PAIRS // SIZE, SIZE])
-        if ENCODING == "v41_fp4":
-            byte, scale = dev.quantize_v41_fp4(re, im, NARROW)
+        if ENCODING == "v41":
+            word, scale = dev.quantize_v41(re, im, NARROW, CAST)
+            _store_e4m3(cache, data, step, pair, tl.reshape(word, [ROWS, PAIRS]), mask, PAGE_WORDS)
         else:
-            byte, scale = dev.quantize_v41_mxfp4(re, im, NARROW)
-        at = cache + data + (offset * DATA_STEP)[:, None] + pair[None, :]
-        tl.store(at, tl.reshape(byte, [ROWS, PAIRS]).to(tl.uint8), mask=mask)
-        group = FIRST // SIZE + tl.arange(0, PAIRS // SIZE)[None, :]
+            if ENCODING == "v41_fp4":
+                byte, scale = dev.quantize_v41_fp4(re, im, NARROW, CAST)
+            else:
+                byte, scale = dev.quantize_v41_mxfp4(re, im, NARROW, CAST)
+            tl.store(cache + data + step + pair, tl.reshape(byte, [ROWS, PAIRS]).to(tl.uint8), mask=mask)
+        group = (first // SIZE)[:, None] + tl.arange(0, PAIRS // SIZE)[None, :]
         tl.store(scales + group, scale.to(tl.uint8), mask=written[:, None] & (group < LIMIT // SIZE))
-    elif ENCODING == "v41":
-        word, scale = dev.quantize_v41(
-            tl.reshape(re, [ROWS, PAIRS // 16, 16]), tl.reshape(im, [ROWS, PAIRS // 16, 16]), NARROW, CAST
-        )
-        word = tl.reshape(word, [ROWS, PAIRS])
-        _store_e4m3(cache, data, (offset * DATA_STEP)[:, None], pair[None, :], word, mask, PAGE_WORDS)
-        group = FIRST // 16 + tl.arange(0, PAIRS // 16)[None, :]
-        tl.store(scales + group, scale.to(tl.uint8), mask=written[:, None] & (group < LIMIT // 16))
-    else:
-        if FIRST == 0:
-            word, scale = dev.quantize_v4(
-                tl.reshape(re, [ROWS, PAIRS // 32, 32]), tl.reshape(im, [ROWS, PAIRS // 32, 32]), NARROW, CAST
-            )
-            head = mask & (pair < 224)[None, :]
-            word = tl.reshape(word, [ROWS, PAIRS])
-            _store_e4m3(cache, data, (offset * DATA_STEP)[:, None], pair[None, :], word, head, PAGE_WORDS)
-            group = tl.arange(0, 8)[None, :]  # the eighth byte is padding, zero
-            tl.store(scales + group, tl.where(group < 7, scale, 0).to(tl.uint8), mask=written[:, None])
-        if LIMIT == 256:  # bf16 values behind 448 bytes of codes; only four-byte pages hold their pairs aligned
-            tail = mask & (pair >= 224)[None, :]
-            at = cache + (page * page_stride + offset * DATA_STEP - 448)[:, None] + 4 * pair[None, :]
-            _store_bytes(at, dev.bf16_bits(re) | (dev.bf16_bits(im) << 16), tail, 4)
 
 
 @triton.jit
