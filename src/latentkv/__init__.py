@@ -1,7 +1,9 @@
 """latentkv: the portable kernel library for DeepSeek-V4.1's latent key-value cache."""
 
 from latentkv.layout import IndexKeyLayout, IndexQueryLayout, KVLayout
+from latentkv.ops.attend import Rows, merge_partials, sparse_mla
 from latentkv.ops.checks import checked
+from latentkv.ops.compress import compress1, compress2, compress2_prefill, pool_pairs
 from latentkv.ops.index import (
     IndexKeyCache,
     dequantize_index,
@@ -12,6 +14,7 @@ from latentkv.ops.index import (
     store_index_key,
     store_index_key_plain,
 )
+from latentkv.ops.route import head_weights, linear_fp32, route_topk, router_logits, router_partials
 from latentkv.ops.select import (
     decode_schedule,
     index_logits,
@@ -38,25 +41,37 @@ __all__ = [
     "IndexKeyLayout",
     "IndexQueryLayout",
     "KVLayout",
+    "Rows",
     "checked",
+    "compress1",
+    "compress2",
+    "compress2_prefill",
     "decode_schedule",
     "dequantize_index",
+    "head_weights",
     "index_logits",
+    "linear_fp32",
     "load_index_key",
     "load_kv",
     "load_kv_pages",
+    "merge_partials",
     "new_index_key_cache",
     "new_kv_cache",
     "norm_rope_store_kv",
     "pack_index_query",
     "pack_index_query_weights",
     "pad_page_table",
+    "pool_pairs",
     "prefill_schedule",
     "rope_fake_quant",
+    "route_topk",
+    "router_logits",
+    "router_partials",
     "schedule_workers",
     "select_blocks",
     "select_topk",
     "select_topk_in_blocks",
+    "sparse_mla",
     "store_index_key",
     "store_index_key_plain",
     "store_kv",

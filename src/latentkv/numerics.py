@@ -299,6 +299,25 @@ def rotate(x: Tensor, freqs: Tensor, *, inverse: bool = False) -> Tensor:
     return torch.stack((re * c - im * s, re * s + im * c), dim=-1).flatten(-2)
 
 
+_EXP_POLYNOMIAL = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+EXP_UNDERFLOW = -87.0
+
+
+def exp_nonpositive(x: Tensor) -> Tensor:
+    """e^x of fp32 x <= 0 by one fixed sequence of rounded operations, so that every device gives the same bits.
+
+    The result is within 1.25 units in the last place; below -87 it is 0. NaN stays NaN.
+    """
+    safe = x.clamp(min=EXP_UNDERFLOW)
+    n = (safe * 1.4426950408889634).round()
+    r = safe - n * 0.693145751953125 - n * 1.42860682030941723e-06  # ln 2 in two parts; the first product is exact
+    p = torch.full_like(r, _EXP_POLYNOMIAL[0])
+    for coefficient in _EXP_POLYNOMIAL[1:]:
+        p = p * r + coefficient
+    scale = ((torch.where(torch.isnan(n), 0.0, n).to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(x < EXP_UNDERFLOW, 0.0, p * scale)
+
+
 def freqs_at(freqs: Tensor, positions: Tensor) -> Tensor:
     """Rows `[n, width]` of a (cos, sin) table at positions; one outside the table reads row 0."""
     inside = (positions >= 0) & (positions < freqs.shape[0])

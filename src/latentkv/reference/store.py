@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -91,20 +93,16 @@ def write_rows(
     """Quantize fp32 rows `[n, 512]` and write them to slots in `first_slot ..< capacity`; other rows write nothing."""
     inside = (slots >= first_slot) & (slots < cache.shape[0] * page_size)
     slots, values = slots[inside].long(), values[inside]
-    data, scales = encode_rows(values, layout)
     page, offset = slots // page_size, slots % page_size
-    data_at, scale_at = _addresses(offset, layout, page_size)
-    cache[page.unsqueeze(-1), data_at] = data
-    if layout.scale_bytes:
-        cache[page.unsqueeze(-1), scale_at] = scales
+    for place, encoded in zip(_row_bytes(cache, layout, page_size), encode_rows(values, layout), strict=True):
+        place[page, offset] = encoded
 
 
 def read_rows(cache: Tensor, slots: Tensor, layout: KVLayout, page_size: int) -> Tensor:
     """fp32 rows `[n, 512]` at slots that are all inside the cache."""
     page, offset = slots.long() // page_size, slots.long() % page_size
-    data_at, scale_at = _addresses(offset, layout, page_size)
-    scales = cache[page.unsqueeze(-1), scale_at] if layout.scale_bytes else None
-    return decode_rows(cache[page.unsqueeze(-1), data_at], scales, layout)
+    data, scales = (place[page, offset] for place in _row_bytes(cache, layout, page_size))
+    return decode_rows(data, scales, layout)
 
 
 def encode_rows(values: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
@@ -118,9 +116,9 @@ def encode_rows(values: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
     return torch.cat((payload, tail_bytes), -1), torch.nn.functional.pad(scales, (0, layout.scale_pad))
 
 
-def decode_rows(data: Tensor, scales: Tensor | None, layout: KVLayout) -> Tensor:
+def decode_rows(data: Tensor, scales: Tensor, layout: KVLayout) -> Tensor:
     """fp32 rows `[n, 512]` of data and scale bytes."""
-    if scales is None:
+    if layout == KVLayout.BF16:
         return data.contiguous().view(BF16).to(F32).reshape(-1, LATENT_DIM)
     payload, tail = data[:, : layout.payload_bytes], data[:, layout.payload_bytes :]
     codes = numerics.unpack_nibbles(payload) if layout.element.bits == 4 else payload
@@ -128,12 +126,13 @@ def decode_rows(data: Tensor, scales: Tensor | None, layout: KVLayout) -> Tensor
     return torch.cat((values, tail.contiguous().view(BF16).to(F32)), -1) if layout.tail_values else values
 
 
-def _addresses(offset: Tensor, layout: KVLayout, page_size: int) -> tuple[Tensor, Tensor]:
-    """In-page byte addresses of every data byte and scale byte of rows at `offset`."""
-    span = torch.arange(layout.data_bytes, device=offset.device)
-    # both addresses are affine in the offset, so two points give them
-    data_step = layout.data_in_page(1, page_size) - layout.data_in_page(0, page_size)
-    scale_step = layout.scale_in_page(1, page_size) - layout.scale_in_page(0, page_size)
-    data = layout.data_in_page(0, page_size) + offset.unsqueeze(-1) * data_step + span
-    scale = layout.scale_in_page(0, page_size) + offset.unsqueeze(-1) * scale_step + span[: layout.scale_bytes]
-    return data, scale
+def _row_bytes(cache: Tensor, layout: KVLayout, page_size: int) -> tuple[Tensor, Tensor]:
+    """Views of every row's data bytes `[num_pages, page_size, data_bytes]` and of its scale bytes."""
+
+    def view(in_page: Callable[[int, int], int], size: int) -> Tensor:
+        base = in_page(0, page_size)
+        step = in_page(1, page_size) - base  # addresses are affine in the offset
+        shape = (cache.shape[0], page_size, size)
+        return cache.as_strided(shape, (cache.stride(0), step, 1), cache.storage_offset() + base)
+
+    return view(layout.data_in_page, layout.data_bytes), view(layout.scale_in_page, layout.scale_bytes)
