@@ -262,24 +262,40 @@ def e2m1_narrow(a):
     return (bits + (0x200000 - TIE_GUARD) + ((bits >> 12) & (2 * TIE_GUARD))) >> 22
 
 
+# Four pairs to four bytes: both values of a pair in fp16 at 2^-14, where an e2m1 code is bits 9.. of a half (rounding
+# to 11 bits makes a blurred midpoint exact), clamped to 6 with the sign kept, rounded, and the nibbles gathered.
+_E2M1_PAIRS_SM90: tl.constexpr = tl.constexpr("""{
+.reg .b32 a, b, c, d, s, t, six;
+mov.b32 six, 0x0E000E00;
+cvt.rn.f16x2.f32 a, $5, $1;  min.xorsign.abs.f16x2 a, a, six;
+cvt.rn.f16x2.f32 b, $6, $2;  min.xorsign.abs.f16x2 b, b, six;
+cvt.rn.f16x2.f32 c, $7, $3;  min.xorsign.abs.f16x2 c, c, six;
+cvt.rn.f16x2.f32 d, $8, $4;  min.xorsign.abs.f16x2 d, d, six;
+shr.u32 t, a, 9;  and.b32 t, t, 0x00010001;  add.u32 a, a, t;  add.u32 a, a, 0x00FF00FF;
+shr.u32 t, b, 9;  and.b32 t, t, 0x00010001;  add.u32 b, b, t;  add.u32 b, b, 0x00FF00FF;
+shr.u32 t, c, 9;  and.b32 t, t, 0x00010001;  add.u32 c, c, t;  add.u32 c, c, 0x00FF00FF;
+shr.u32 t, d, 9;  and.b32 t, t, 0x00010001;  add.u32 d, d, t;  add.u32 d, d, 0x00FF00FF;
+prmt.b32 a, a, b, 0x7531;
+prmt.b32 c, c, d, 0x7531;
+shr.u32 s, a, 4;  and.b32 s, s, 0x08080808;  shr.u32 t, a, 1;  and.b32 t, t, 0x07070707;  or.b32 a, s, t;
+shr.u32 s, c, 4;  and.b32 s, s, 0x08080808;  shr.u32 t, c, 1;  and.b32 t, t, 0x07070707;  or.b32 c, s, t;
+shr.u32 t, a, 4;  or.b32 a, a, t;
+shr.u32 t, c, 4;  or.b32 c, c, t;
+prmt.b32 $0, a, c, 0x6420;
+}""")
+
+
 @triton.jit
 def e2m1_bytes(re, im, inverse, CAST: tl.constexpr):
-    """Bytes (int32) of two e2m1 codes, signs kept, of narrow pairs times `inverse`, as `e2m1_narrow` takes them."""
-    if CAST == PORTABLE:
-        low = e2m1_narrow(re * inverse) | ((float_bits(re) >> 28) & 8)
-        return low | (e2m1_narrow(im * inverse) << 4) | ((float_bits(im) >> 24) & 0x80)
-    else:
-        # both values at once in fp16 at 2^-14, where the code is bits 9.. of a half and a blurred midpoint is exact
+    """Bytes (uint8) of two e2m1 codes, signs kept, of narrow pairs times `inverse`, as `e2m1_narrow` takes them."""
+    if CAST == E4M3_CAST:
         inverse = inverse * 6.103515625e-05
-        halves = tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [re * inverse, im * inverse], tl.int32, is_pure=True, pack=1
+        return tl.inline_asm_elementwise(
+            _E2M1_PAIRS_SM90, "=r,f,f,f,f,f,f,f,f", [re * inverse, im * inverse], tl.uint8, is_pure=True, pack=4
         )
-        code = tl.inline_asm_elementwise(
-            "min.f16x2 $0, $1, $2;", "=r,r,r", [halves & 0x7FFF7FFF, 0x0E000E00], tl.int32, is_pure=True, pack=1
-        )
-        code = code + 0x00FF00FF + ((code >> 9) & 0x00010001)
-        signs = ((halves >> 12) & 8) | ((halves >> 24) & 0x80)
-        return ((code >> 9) & 7) | ((code >> 21) & 0x70) | signs
+    else:
+        low = e2m1_narrow(re * inverse) | ((float_bits(re) >> 28) & 8)
+        return (low | (e2m1_narrow(im * inverse) << 4) | ((float_bits(im) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -335,9 +351,12 @@ def _scaled_e4m3(re, im, top, exponent, NARROW: tl.constexpr, CAST: tl.constexpr
 
 
 @triton.jit
-def latent_scale_code(top, NARROW: tl.constexpr):
+def latent_scale_code(top, NARROW: tl.constexpr, CAST: tl.constexpr):
     """e4m3 scale byte (int32) of groups of 16, from the bits of their largest magnitude (not NaN)."""
     amax = bits_float(top)
+    if CAST == E4M3_CAST and NARROW:
+        sixth = tl.maximum(amax * ONE_SIXTH, 0.001953125)
+        return e4m3_pair(sixth, sixth, NARROW, CAST) & 0x7F
     if NARROW:  # the rounded scale is that of the division for every narrow value
         sixth = amax * ONE_SIXTH
     else:
@@ -346,14 +365,23 @@ def latent_scale_code(top, NARROW: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x, CAST: tl.constexpr):
+    """1 / x of normal numbers, off by a few units in the last place."""
+    if CAST == E4M3_CAST:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
 def quantize_v41_fp4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
-    """e2m1 bytes [rows, groups, pairs] and e4m3 scale bytes [rows, groups] of groups of 16 (int32 both)."""
+    """e2m1 bytes (uint8) [rows, groups, pairs] and e4m3 scale bytes (int32) [rows, groups] of groups of 16."""
     top = group_max_bits(re, im)
     bad = top > INF_BITS
-    scale_code = latent_scale_code(tl.where(bad, 0, top), NARROW)
-    scale = e4m3_decode(scale_code)[:, :, None]
+    scale_code = latent_scale_code(tl.where(bad, 0, top), NARROW, CAST)
+    scale = (bits_float(scale_code << 20) * TWO_POW_120)[:, :, None]
     if NARROW:
-        byte = e2m1_bytes(re, im, 1.0 / scale, CAST)
+        byte = e2m1_bytes(re, im, reciprocal(scale, CAST), CAST)
     else:
         divisor = tl.broadcast_to(scale, re.shape)
         byte = _compared_bytes(tl.div_rn(re, divisor), tl.div_rn(im, divisor))
@@ -372,7 +400,7 @@ def power_scale_exponent(top, NARROW: tl.constexpr):
 
 @triton.jit
 def quantize_v41_mxfp4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
-    """e2m1 bytes and ue8m0 scale bytes of groups of 32 (int32 both)."""
+    """e2m1 bytes (uint8) and ue8m0 scale bytes (int32) of groups of 32."""
     top = group_max_bits(re, im)
     bad = top >= INF_BITS
     exponent = power_scale_exponent(tl.where(bad, 0, top), NARROW)
@@ -387,7 +415,7 @@ def quantize_v41_mxfp4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
 @triton.jit
 def _compared_bytes(re, im):
     low = e2m1_compare(tl.abs(re)) | ((float_bits(re) >> 28) & 8)
-    return low | (e2m1_compare(tl.abs(im)) << 4) | ((float_bits(im) >> 24) & 0x80)
+    return (low | (e2m1_compare(tl.abs(im)) << 4) | ((float_bits(im) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -395,7 +423,7 @@ def fake_quant_latent(re, im, NARROW: tl.constexpr):
     """Quantize and dequantize groups of 16 with an e4m3 scale; twin of numerics.fake_quant_latent."""
     top = group_max_bits(re, im)
     bad = top > INF_BITS
-    scale = e4m3_decode(latent_scale_code(tl.where(bad, 0, top), NARROW))[:, :, None]
+    scale = e4m3_decode(latent_scale_code(tl.where(bad, 0, top), NARROW, PORTABLE))[:, :, None]
     if NARROW:
         inverse = 1.0 / scale
         re, im = re * inverse, im * inverse

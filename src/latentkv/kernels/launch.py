@@ -40,6 +40,15 @@ class TargetCase:
     targets: tuple[str, ...] = ()
 
 
+# what `common_options` passes on each target, for the cases that are compiled offline
+DEVICE_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"targets": ("gfx950", "gfx942", "gfx1201"), "constexprs": {"CAST": PORTABLE, "OVERLAP": False}},
+    {"targets": ("sm80",), "constexprs": {"CAST": BF16_CAST, "OVERLAP": False}},
+    {"targets": ("sm90",), "constexprs": {"CAST": E4M3_CAST, "OVERLAP": True}},
+    {"targets": ("sm100", "sm120"), "constexprs": {"CAST": BF16_CAST, "OVERLAP": True}},
+)
+
+
 def layout_constants(layout: KVLayout, page_size: int) -> dict[str, Any]:
     """The constexprs by which a kernel addresses rows of a layout.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from latentkv.kernels import device as dev
 from latentkv.kernels.launch import (
+    DEVICE_VARIANTS,
+    TargetCase,
     common_options,
     layout_constants,
     narrow,
@@ -17,9 +21,10 @@ from latentkv.kernels.launch import (
     pair_stride,
     words,
 )
+from latentkv.kernels.rows import angles, read_pairs, write_pairs
 from latentkv.layout import LATENT_DIM, KVLayout
 
-QUERY_TAILS = 32  # query heads a program rotates
+QUERY_TAILS = 8  # query heads a warp rotates
 
 
 def store_kv(rows: Tensor, cache: Tensor, slots: Tensor, layout: str, page_size: int, freqs: Tensor | None) -> None:
@@ -63,14 +68,15 @@ def _store_rows(
         return
     heads = query.shape[1] if query is not None else 0
     tile, warps = _write_tile(count, weight is not None)
-    row_programs = triton.cdiv(count, tile)
+    row_programs, tails = triton.cdiv(count, tile), QUERY_TAILS * warps
     # arguments that the constexprs keep from being read point at something valid
     table = freqs if freqs is not None else rows
     places = positions if positions is not None else slots
     heads_of = query if query is not None else rows
     row_words, page_in_words, freq_words = words(rows), page_words(cache), words(table)
+    query_words = words(heads_of)
     with on_device(rows):
-        store_rows_kernel[(row_programs + triton.cdiv(count * heads, QUERY_TAILS),)](
+        store_rows_kernel[(row_programs + triton.cdiv(count * heads, tails),)](
             rows,
             pair_stride(rows.stride(0), row_words),
             cache,
@@ -87,8 +93,8 @@ def _store_rows(
             places,
             places.stride(0),
             heads_of,
-            heads_of.stride(0),
-            heads_of.stride(1),
+            pair_stride(heads_of.stride(0), query_words),
+            pair_stride(heads_of.stride(1), query_words),
             count,
             heads,
             row_programs,
@@ -101,9 +107,10 @@ def _store_rows(
             PAGE_WORDS=page_in_words,
             WEIGHT_WORDS=weight is not None and words(weight),
             FREQ_WORDS=freq_words,
+            QUERY_WORDS=query_words,
             NARROW=narrow(rows) or (weight is not None and layout != KVLayout.V4),
             ROWS=tile,
-            QUERY_TAILS=QUERY_TAILS,
+            QUERY_TAILS=tails,
             num_warps=warps,
             **common_options(rows.device),
         )
@@ -247,6 +254,7 @@ def store_rows_kernel(
     PAGE_WORDS: tl.constexpr,
     WEIGHT_WORDS: tl.constexpr,
     FREQ_WORDS: tl.constexpr,
+    QUERY_WORDS: tl.constexpr,
     NARROW: tl.constexpr,
     ROWS: tl.constexpr,
     QUERY_TAILS: tl.constexpr,
@@ -260,7 +268,7 @@ def store_rows_kernel(
             item = (tl.program_id(0) - row_programs).to(tl.int64) * QUERY_TAILS + tl.arange(0, QUERY_TAILS)
             rotate_tails(
                 query, query_stride, head_stride, item, item < count.to(tl.int64) * heads, heads, freqs, freqs_stride,
-                max_positions, positions, positions_stride, FREQ_WORDS, CAST,
+                max_positions, positions, positions_stride, FREQ_WORDS, QUERY_WORDS, CAST,
             )  # fmt: skip
             return
     dtype: tl.constexpr = rows.dtype.element_ty
@@ -325,120 +333,19 @@ def store_rows_kernel(
 
 
 @triton.jit
-def angles(
-    freqs, freqs_stride, max_positions, positions, positions_stride, row, live, BY_POSITION: tl.constexpr,
-    FREQ_WORDS: tl.constexpr,
-):  # fmt: skip
-    """cos and sin [rows, 32] of each row; a position outside the table reads row 0."""
-    if BY_POSITION:
-        at = tl.load(positions + row * positions_stride, mask=live, other=0).to(tl.int64)
-        at = tl.where((at >= 0) & (at < max_positions), at, 0)
-    else:
-        at = row
-    table = dev.pair_pointer(freqs, FREQ_WORDS)
-    step = (at * freqs_stride)[:, None]
-    return dev.load_pairs(table, step, tl.arange(0, 32)[None, :], live[:, None], tl.float32, FREQ_WORDS)
-
-
-@triton.jit
 def rotate_tails(
     query, query_stride, head_stride, item, live, heads, freqs, freqs_stride, max_positions, positions,
-    positions_stride, FREQ_WORDS: tl.constexpr, CAST: tl.constexpr,
+    positions_stride, FREQ_WORDS: tl.constexpr, QUERY_WORDS: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Rotate the last 64 values of bf16 query heads in place; `item` counts heads of all rows."""
     row = item // heads
     cos, sin = angles(freqs, freqs_stride, max_positions, positions, positions_stride, row, live, True, FREQ_WORDS)
-    step = (row * query_stride + (item % heads) * head_stride + 448)[:, None]
-    pair = tl.arange(0, 32)[None, :]
-    re, im = dev.load_pairs(query, step, pair, live[:, None], tl.bfloat16, False)
+    at = dev.pair_pointer(query, QUERY_WORDS)
+    step = (row * query_stride + (item % heads) * head_stride)[:, None]
+    pair = 224 + tl.arange(0, 32)[None, :]
+    re, im = dev.load_pairs(at, step, pair, live[:, None], tl.bfloat16, QUERY_WORDS)
     re, im = dev.rotate(re, im, cos, sin)
-    dev.store_pairs(query, step, pair, re, im, live[:, None], tl.bfloat16, False, CAST)
-
-
-@triton.jit
-def write_pairs(
-    re,
-    im,
-    first,
-    LIMIT: tl.constexpr,
-    cache,
-    page_stride,
-    data_stride,
-    slot,
-    written,
-    ENCODING: tl.constexpr,
-    PAGE_SHIFT: tl.constexpr,
-    DATA_STEP: tl.constexpr,
-    SCALE_BASE: tl.constexpr,
-    SCALE_STEP: tl.constexpr,
-    PAGE_WORDS: tl.constexpr,
-    NARROW: tl.constexpr,
-    CAST: tl.constexpr,
-):
-    """Quantize pieces of rows, fp32 pairs `first` .. of each, and write data and scales of pairs below LIMIT.
-
-    `data_stride` is the page stride in encoded pairs where PAGE_WORDS says that pages hold aligned pairs, else bytes.
-    """
-    ROWS: tl.constexpr = re.shape[0]
-    PAIRS: tl.constexpr = re.shape[1]
-    pair = first[:, None] + tl.arange(0, PAIRS)[None, :]
-    mask = written[:, None] & (pair < LIMIT)
-    slot = tl.where(written, slot, 0)
-    page, offset = slot >> PAGE_SHIFT, slot & ((1 << PAGE_SHIFT) - 1)
-    data = (page * data_stride)[:, None]
-    step = (offset * DATA_STEP)[:, None]
-    scales = cache + (page * page_stride + SCALE_BASE + offset * SCALE_STEP)[:, None]
-    if ENCODING == "bf16":
-        _store_bf16(cache, data, step, pair, re, im, mask, PAGE_WORDS)
-    elif ENCODING == "v4":
-        word, scale = dev.quantize_v4(
-            tl.reshape(re, [ROWS, PAIRS // 32, 32]), tl.reshape(im, [ROWS, PAIRS // 32, 32]), NARROW, CAST
-        )
-        _store_e4m3(cache, data, step, pair, tl.reshape(word, [ROWS, PAIRS]), mask & (pair < 224), PAGE_WORDS)
-        group = (first // 32)[:, None] + tl.arange(0, PAIRS // 32)[None, :]  # the eighth byte is padding, zero
-        tl.store(scales + group, tl.where(group < 7, scale, 0).to(tl.uint8), mask=written[:, None])
-        if LIMIT == 256:  # bf16 values behind 448 bytes of codes, in bytes: half of them stand at odd words
-            at = cache + (page * page_stride + offset * DATA_STEP - 448)[:, None] + 4 * pair
-            _store_bytes(at, dev.bf16_bits(re) | (dev.bf16_bits(im) << 16), mask & (pair >= 224), 4)
-    else:
-        SIZE: tl.constexpr = 8 if ENCODING == "v41_fp4" else 16  # pairs of a group
-        re = tl.reshape(re, [ROWS, PAIRS // SIZE, SIZE])
-        im = tl.reshape(im, [ROWS, PAIRS // SIZE, SIZE])
-        if ENCODING == "v41":
-            word, scale = dev.quantize_v41(re, im, NARROW, CAST)
-            _store_e4m3(cache, data, step, pair, tl.reshape(word, [ROWS, PAIRS]), mask, PAGE_WORDS)
-        else:
-            if ENCODING == "v41_fp4":
-                byte, scale = dev.quantize_v41_fp4(re, im, NARROW, CAST)
-            else:
-                byte, scale = dev.quantize_v41_mxfp4(re, im, NARROW, CAST)
-            tl.store(cache + data + step + pair, tl.reshape(byte, [ROWS, PAIRS]).to(tl.uint8), mask=mask)
-        group = (first // SIZE)[:, None] + tl.arange(0, PAIRS // SIZE)[None, :]
-        tl.store(scales + group, scale.to(tl.uint8), mask=written[:, None] & (group < LIMIT // SIZE))
-
-
-@triton.jit
-def _store_e4m3(cache, page, step, pair, word, mask, PAGE_WORDS: tl.constexpr):
-    if PAGE_WORDS:
-        at = cache.to(tl.pointer_type(tl.int16)) + page + step // 2 + pair
-        tl.store(at, word.to(tl.int16), mask=mask)
-    else:
-        _store_bytes(cache + page + step + 2 * pair, word, mask, 2)
-
-
-@triton.jit
-def _store_bf16(cache, page, step, pair, re, im, mask, PAGE_WORDS: tl.constexpr):
-    word = dev.bf16_bits(re) | (dev.bf16_bits(im) << 16)
-    if PAGE_WORDS:
-        tl.store(cache.to(tl.pointer_type(tl.int32)) + page + step // 4 + pair, word, mask=mask)
-    else:
-        _store_bytes(cache + page + step + 4 * pair, word, mask, 4)
-
-
-@triton.jit
-def _store_bytes(at, word, mask, COUNT: tl.constexpr):
-    for byte in tl.static_range(COUNT):
-        tl.store(at + byte, ((word >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask)
+    dev.store_pairs(at, step, pair, re, im, live[:, None], tl.bfloat16, QUERY_WORDS, CAST)
 
 
 @triton.jit(do_not_specialize=["capacity", "count"])
@@ -480,82 +387,6 @@ def load_rows_kernel(
     dev.store_pairs(
         at, (row * out_stride)[:, None], tl.arange(0, 256)[None, :], re, im, live[:, None], tl.bfloat16, OUT_WORDS, CAST
     )
-
-
-@triton.jit
-def read_pairs(
-    cache,
-    page_stride,
-    data_stride,
-    slot,
-    live,
-    ENCODING: tl.constexpr,
-    PAGE_SHIFT: tl.constexpr,
-    DATA_STEP: tl.constexpr,
-    SCALE_BASE: tl.constexpr,
-    SCALE_STEP: tl.constexpr,
-    PAGE_WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """fp32 pairs [ROWS, 256] of live rows, zeros elsewhere."""
-    slot = tl.where(live, slot, 0)
-    page, offset = slot >> PAGE_SHIFT, slot & ((1 << PAGE_SHIFT) - 1)
-    data = (page * data_stride)[:, None]
-    step = (offset * DATA_STEP)[:, None]
-    scales = cache + (page * page_stride + SCALE_BASE + offset * SCALE_STEP)[:, None]
-    mask = live[:, None]
-    pair = tl.arange(0, 256)[None, :]
-    if ENCODING == "bf16":
-        re, im = dev.split_bf16(_load_bf16(cache, data, step, pair, mask, PAGE_WORDS))
-    elif ENCODING == "v41" or ENCODING == "v4":
-        GROUPS: tl.constexpr = 16 if ENCODING == "v41" else 8
-        group = tl.arange(0, GROUPS)[None, :]
-        coded = mask if ENCODING == "v41" else mask & (pair < 224)
-        word = _load_e4m3(cache, data, step, pair, coded, PAGE_WORDS)
-        scale = dev.ue8m0_decode(tl.load(scales + group, mask=mask, other=0).to(tl.int32))[:, :, None]
-        re = tl.reshape(dev.e4m3_decode(word & 0xFF), [ROWS, GROUPS, 256 // GROUPS]) * scale
-        im = tl.reshape(dev.e4m3_decode((word >> 8) & 0xFF), [ROWS, GROUPS, 256 // GROUPS]) * scale
-        re, im = tl.reshape(re, [ROWS, 256]), tl.reshape(im, [ROWS, 256])
-        if ENCODING == "v4":
-            at = cache + (page * page_stride + offset * DATA_STEP - 448)[:, None] + 4 * pair
-            tail_re, tail_im = dev.split_bf16(_load_bytes(at, mask & (pair >= 224), 4))
-            re, im = tl.where(pair >= 224, tail_re, re), tl.where(pair >= 224, tail_im, im)
-    else:
-        byte = tl.load(cache + data + step + pair, mask=mask, other=0).to(tl.int32)
-        GROUPS: tl.constexpr = 32 if ENCODING == "v41_fp4" else 16
-        scale = tl.load(scales + tl.arange(0, GROUPS)[None, :], mask=mask, other=0).to(tl.int32)
-        if ENCODING == "v41_fp4":
-            scale = dev.e4m3_decode(scale)[:, :, None]
-        else:
-            scale = dev.ue8m0_decode(scale)[:, :, None]
-        re = tl.reshape(dev.e2m1_decode(byte & 0xF), [ROWS, GROUPS, 256 // GROUPS]) * scale
-        im = tl.reshape(dev.e2m1_decode(byte >> 4), [ROWS, GROUPS, 256 // GROUPS]) * scale
-        re, im = tl.reshape(re, [ROWS, 256]), tl.reshape(im, [ROWS, 256])
-    return tl.where(mask, re, 0.0), tl.where(mask, im, 0.0)
-
-
-@triton.jit
-def _load_e4m3(cache, page, step, pair, mask, PAGE_WORDS: tl.constexpr):
-    if PAGE_WORDS:
-        return tl.load(cache.to(tl.pointer_type(tl.int16)) + page + step // 2 + pair, mask=mask, other=0).to(tl.int32)
-    else:
-        return _load_bytes(cache + page + step + 2 * pair, mask, 2)
-
-
-@triton.jit
-def _load_bf16(cache, page, step, pair, mask, PAGE_WORDS: tl.constexpr):
-    if PAGE_WORDS:
-        return tl.load(cache.to(tl.pointer_type(tl.int32)) + page + step // 4 + pair, mask=mask, other=0)
-    else:
-        return _load_bytes(cache + page + step + 4 * pair, mask, 4)
-
-
-@triton.jit
-def _load_bytes(at, mask, COUNT: tl.constexpr):
-    word = tl.load(at, mask=mask, other=0).to(tl.int32)
-    for byte in tl.static_range(1, COUNT):
-        word = word | (tl.load(at + byte, mask=mask, other=0).to(tl.int32) << (8 * byte))
-    return word
 
 
 @triton.jit(do_not_specialize=["max_positions", "count", "per_token"])
@@ -613,3 +444,52 @@ def rope_fake_quant_kernel(
         re, im = dev.fake_quant_index(re, im, NARROW)
     re, im = tl.reshape(re, [ROWS, PAIRS]), tl.reshape(im, [ROWS, PAIRS])
     dev.store_pairs(dev.pair_pointer(out, True), (row * (WIDTH // 2))[:, None], pair, re, im, mask, dtype, True, CAST)
+
+
+# --- what is compiled offline -----------------------------------------------------------------------------------------
+
+_ALIGNED = ("rows", "rows_stride", "cache", "page_stride", "data_stride", "slots", "weight", "freqs", "freqs_stride",
+            "positions", "query", "query_stride", "head_stride", "out", "out_stride", "x", "x_stride")  # fmt: skip
+_POINTERS = {"cache": "*u8", "slots": "*i64", "weight": "*bf16", "freqs": "*fp32", "positions": "*i64",
+             "query": "*bf16", "out": "*bf16", "rows": "*bf16", "x": "*bf16"}  # fmt: skip
+
+
+def _case(kernel: Any, label: str, variant: dict[str, Any], warps: int, **constexprs: Any) -> TargetCase:
+    constexprs = {k: v for k, v in {**constexprs, **variant["constexprs"]}.items() if k in kernel.arg_names}
+    runtime = [name for name in kernel.arg_names if name not in constexprs]
+    signature = {name: _POINTERS.get(name, "fp32" if name == "eps" else "i32") for name in runtime}
+    aligned = tuple(name for name in _ALIGNED if name in signature)
+    return TargetCase(kernel, label, signature, constexprs, warps, aligned, targets=variant["targets"])
+
+
+def _cases() -> list[TargetCase]:
+    cases = []
+    aligned = {
+        "ROW_WORDS": True,
+        "PAGE_WORDS": True,
+        "OUT_WORDS": True,
+        "WEIGHT_WORDS": True,
+        "FREQ_WORDS": True,
+        "QUERY_WORDS": True,
+    }
+    for layout in (KVLayout.V4, KVLayout.V41, KVLayout.V41_FP4, KVLayout.V41_MXFP4, KVLayout.BF16):
+        where = layout_constants(layout, 256)
+        for variant in DEVICE_VARIANTS:
+            for name, normed in (("store", False), ("norm_rope_store", True)):
+                for count in (1, 65536) if layout.element.bits == 4 else (65536,):
+                    tile, warps = _write_tile(count, normed)
+                    flags = {"NORM": normed, "ROTATE": normed, "BY_POSITION": normed, "QUERY": normed, "NARROW": True}
+                    numbers = {"ROWS": tile, "QUERY_TAILS": QUERY_TAILS * warps, **flags, **aligned, **where}
+                    cases.append(_case(store_rows_kernel, f"{name} {layout} x{tile}", variant, warps, **numbers))
+            tile, warps = _read_tile(65536, layout)
+            numbers = {"BY_SLOT": True, "ROWS": tile, **aligned, **where}
+            cases.append(_case(load_rows_kernel, f"load {layout} x{tile}", variant, warps, **numbers))
+    for latent in (False, True):
+        for variant in DEVICE_VARIANTS:
+            numbers = {"WIDTH": 128, "ROTATED": 64, "LATENT": latent, "INVERSE": False, "BY_POSITION": True,
+                       "IN_WORDS": True, "NARROW": True, "ROWS": 8, "PAIRS": 64, **aligned}  # fmt: skip
+            cases.append(_case(rope_fake_quant_kernel, "latent" if latent else "index", variant, 2, **numbers))
+    return cases
+
+
+TARGET_CASES = _cases()
