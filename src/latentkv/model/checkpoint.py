@@ -17,7 +17,7 @@ PACKAGED_NAME = "stdlib-5m.safetensors"
 
 def packaged_checkpoint() -> Path:
     """The checkpoint that comes with the package."""
-    return Path(str(files("latentkv.model"))) / "weights" / PACKAGED_NAME
+    return Path(str(files("latentkv.model"))) / "checkpoints" / PACKAGED_NAME
 
 
 def save_checkpoint(path: Path, config: ModelConfig, weights: Weights) -> None:
