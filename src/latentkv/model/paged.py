@@ -8,6 +8,7 @@ sees the same rows whether it came in a chunk or alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -105,6 +106,10 @@ class PagedModel:
     @torch.no_grad()
     def run(self, cache: ModelCache, step: Step, *, all_logits: bool = False, picks: Picks | None = None) -> Tensor:
         """Run a planned step; see `step`."""
+        with _one_thread(self.device):
+            return self._run(cache, step, all_logits, picks)
+
+    def _run(self, cache: ModelCache, step: Step, all_logits: bool, picks: Picks | None) -> Tensor:
         config, weights = self.config, self._weights
         residual = weights["embed"][step.tokens].unsqueeze(1).repeat(1, config.streams, 1)
         read = torch.zeros(step.tokens.shape[0], config.streams, device=self.device)
@@ -188,18 +193,28 @@ class PagedModel:
     def _compress(self, layer: int, role: Role, x: Tensor, cache: ModelCache, step: Step) -> None:
         """Write the compressed rows and index keys of a source layer."""
         config, weights, p = self.config, self._weights, f"layers.{layer}."
-        freqs, norm = self._freqs[1], weights[p + "compress.norm"]
-        where = {"eps": config.norm_eps, "layout": cache.row_layout, "page_size": PAGE_TOKENS // role.ratio}
+        freqs, pages, eps, layout = self._freqs[1], cache.rows[layer], config.norm_eps, cache.row_layout
+        norm, page_size = weights[p + "compress.norm"], PAGE_TOKENS // role.ratio
         if role.ratio == 1:
             rows, slots = self._project(x, p + "compress.wkv"), step.raw_slots
-            latent = lk.compress1(rows, norm, cache.rows[layer], slots, step.positions, freqs, **where)
+            latent = lk.compress1(
+                rows, norm, pages, slots, step.positions, freqs, eps=eps, layout=layout, page_size=page_size
+            )
         else:
             rows, slots = lk.linear_fp32(x, weights[p + "compress.wkv"]), step.pair_slots
-            shared = (rows, cache.pairs[layer], norm, cache.rows[layer], step.raw_slots, step.positions, step.requests)
+            shared = (rows, cache.pairs[layer], norm, pages, step.raw_slots, step.positions, step.requests, freqs)
             if step.decode:
-                latent = lk.compress2(*shared, freqs, ring=PAIR_RING, **where)
+                latent = lk.compress2(*shared, eps=eps, layout=layout, page_size=page_size, ring=PAIR_RING)
             else:
-                latent = lk.compress2_prefill(*shared, freqs, step.first_rows, step.row_counts, ring=PAIR_RING, **where)
+                latent = lk.compress2_prefill(
+                    *shared,
+                    step.first_rows,
+                    step.row_counts,
+                    eps=eps,
+                    layout=layout,
+                    page_size=page_size,
+                    ring=PAIR_RING,
+                )
         lk.store_index_key(
             self._project(latent, p + "index.wk"),
             weights[p + "index.k_norm"],
@@ -243,14 +258,27 @@ class PagedModel:
             max_len=max(step.longest[role.ratio], 1),
             row_to_batch=step.table_rows,
         )
-        paging = {"page_table": table, "page_size": INDEX_PAGE_ROWS, "row_to_batch": step.table_rows}
         if role.mode is Mode.REINDEX:
             assert published.candidates is not None
             positions, slots = lk.select_topk_in_blocks(
-                logits, lengths, published.candidates, self.topk, block_size=config.candidate_block_size, **paging
+                logits,
+                lengths,
+                published.candidates,
+                self.topk,
+                block_size=config.candidate_block_size,
+                page_table=table,
+                page_size=INDEX_PAGE_ROWS,
+                row_to_batch=step.table_rows,
             )
         else:
-            positions, slots = lk.select_topk(logits, lengths, self.topk, **paging)
+            positions, slots = lk.select_topk(
+                logits,
+                lengths,
+                self.topk,
+                page_table=table,
+                page_size=INDEX_PAGE_ROWS,
+                row_to_batch=step.table_rows,
+            )
         if role.publishes_candidates:
             published.candidates = lk.select_blocks(
                 logits, lengths, blocks=config.candidate_blocks, block_size=config.candidate_block_size
@@ -272,6 +300,20 @@ class PagedModel:
         route = torch.zeros(x.shape[0], config.experts + 1, device=x.device)
         route.scatter_(1, gate[1].long(), gate[0])
         return layers.experts(x, route, *self._experts[layer], limit=config.swiglu_limit, math=self._math)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU, run single-threaded: ops are small, and threads that wait for each other stall on a busy machine."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def prefill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -68,9 +69,9 @@ def load_kv_pages(cache: Tensor, layout: str, page_size: int) -> Tensor:
 
 def rope_fake_quant(x: Tensor, freqs: Tensor, kind: str, positions: Tensor | None, inverse: bool) -> Tensor:
     """Rotate the tail (rounded through bf16), then quantize and dequantize."""
-    tokens = freqs.shape[0] if positions is None else positions.shape[0]
+    tokens = x.shape[0]
     angles = freqs if positions is None else numerics.freqs_at(freqs, positions)
-    rows = x.reshape(tokens, -1, x.shape[-1]).to(F32)  # row // (rows / tokens) is its token
+    rows = x.reshape(tokens, math.prod(x.shape[1:-1]), x.shape[-1]).to(F32)
     width = freqs.shape[-1]
     tail = numerics.round_bf16(numerics.rotate(rows[..., -width:], angles.unsqueeze(1), inverse=inverse))
     rows = torch.cat((rows[..., :-width], tail), dim=-1)
