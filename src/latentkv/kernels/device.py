@@ -5,8 +5,8 @@ launched with `enable_fp_fusion=False`.
 
 Rows travel as *pairs*: two fp32 tensors `re` and `im` with the even and the odd values, `[rows, pairs]` or
 `[rows, groups, pairs of a group]`. A pair is one 32-bit word of bf16 memory, the two operands of a rotation, and one
-byte of e2m1 codes, so nothing has to move between threads. A *narrow* value has at most 11 significant bits (bf16,
-fp16): shorter encoders are exact for it, as tests/store shows for every value.
+byte of e2m1 codes, so nothing has to move between threads. A *narrow* value has 8 or 11 significant bits (bf16, fp16):
+shorter encoders are exact for it, as tests/store shows for every value; NARROW is that number of bits, 0 for fp32.
 """
 
 from __future__ import annotations
@@ -267,10 +267,10 @@ def e2m1_narrow(a):
 _E2M1_PAIRS_SM90: tl.constexpr = tl.constexpr("""{
 .reg .b32 a, b, c, d, s, t, six;
 mov.b32 six, 0x0E000E00;
-cvt.rn.f16x2.f32 a, $5, $1;  min.xorsign.abs.f16x2 a, a, six;
-cvt.rn.f16x2.f32 b, $6, $2;  min.xorsign.abs.f16x2 b, b, six;
-cvt.rn.f16x2.f32 c, $7, $3;  min.xorsign.abs.f16x2 c, c, six;
-cvt.rn.f16x2.f32 d, $8, $4;  min.xorsign.abs.f16x2 d, d, six;
+cvt.rn.f16x2.f32 a, $5, $1;  and.b32 a, a, $9;   min.xorsign.abs.f16x2 a, a, six;
+cvt.rn.f16x2.f32 b, $6, $2;  and.b32 b, b, $10;  min.xorsign.abs.f16x2 b, b, six;
+cvt.rn.f16x2.f32 c, $7, $3;  and.b32 c, c, $11;  min.xorsign.abs.f16x2 c, c, six;
+cvt.rn.f16x2.f32 d, $8, $4;  and.b32 d, d, $12;  min.xorsign.abs.f16x2 d, d, six;
 shr.u32 t, a, 9;  and.b32 t, t, 0x00010001;  add.u32 a, a, t;  add.u32 a, a, 0x00FF00FF;
 shr.u32 t, b, 9;  and.b32 t, t, 0x00010001;  add.u32 b, b, t;  add.u32 b, b, 0x00FF00FF;
 shr.u32 t, c, 9;  and.b32 t, t, 0x00010001;  add.u32 c, c, t;  add.u32 c, c, 0x00FF00FF;
@@ -286,16 +286,22 @@ prmt.b32 $0, a, c, 0x6420;
 
 
 @triton.jit
-def e2m1_bytes(re, im, inverse, CAST: tl.constexpr):
-    """Bytes (uint8) of two e2m1 codes, signs kept, of narrow pairs times `inverse`, as `e2m1_narrow` takes them."""
-    if CAST == E4M3_CAST:
+def e2m1_bytes(re, im, inverse, bad, NARROW: tl.constexpr, CAST: tl.constexpr):
+    """Bytes (uint8) of two e2m1 codes, signs kept, of narrow pairs times `inverse`, as `e2m1_narrow` takes them.
+
+    Groups that are `bad` get codes 0. Eight significant bits allow the rounding to fp16 of the sm_90 form.
+    """
+    if CAST == E4M3_CAST and NARROW == 8:
         inverse = inverse * 6.103515625e-05
+        keep = tl.broadcast_to(tl.where(bad, 0, -1), re.shape)
         return tl.inline_asm_elementwise(
-            _E2M1_PAIRS_SM90, "=r,f,f,f,f,f,f,f,f", [re * inverse, im * inverse], tl.uint8, is_pure=True, pack=4
-        )
+            _E2M1_PAIRS_SM90, "=r,f,f,f,f,f,f,f,f,r,r,r,r", [re * inverse, im * inverse, keep], tl.uint8, is_pure=True,
+            pack=4,
+        )  # fmt: skip
     else:
         low = e2m1_narrow(re * inverse) | ((float_bits(re) >> 28) & 8)
-        return (low | (e2m1_narrow(im * inverse) << 4) | ((float_bits(im) >> 24) & 0x80)).to(tl.uint8)
+        byte = low | (e2m1_narrow(im * inverse) << 4) | ((float_bits(im) >> 24) & 0x80)
+        return tl.where(bad, 0, byte).to(tl.uint8)
 
 
 @triton.jit
@@ -381,11 +387,11 @@ def quantize_v41_fp4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
     scale_code = latent_scale_code(tl.where(bad, 0, top), NARROW, CAST)
     scale = (bits_float(scale_code << 20) * TWO_POW_120)[:, :, None]
     if NARROW:
-        byte = e2m1_bytes(re, im, reciprocal(scale, CAST), CAST)
+        byte = e2m1_bytes(re, im, reciprocal(scale, CAST), bad[:, :, None], NARROW, CAST)
     else:
         divisor = tl.broadcast_to(scale, re.shape)
-        byte = _compared_bytes(tl.div_rn(re, divisor), tl.div_rn(im, divisor))
-    return tl.where(bad[:, :, None], 0, byte), tl.where(bad, 0x7F, scale_code)
+        byte = _compared_bytes(tl.div_rn(re, divisor), tl.div_rn(im, divisor), bad[:, :, None])
+    return byte, tl.where(bad, 0x7F, scale_code)
 
 
 @triton.jit
@@ -406,16 +412,17 @@ def quantize_v41_mxfp4(re, im, NARROW: tl.constexpr, CAST: tl.constexpr):
     exponent = power_scale_exponent(tl.where(bad, 0, top), NARROW)
     inverse = power_of_two(254 - exponent)[:, :, None]
     if NARROW:
-        byte = e2m1_bytes(re, im, inverse, CAST)
+        byte = e2m1_bytes(re, im, inverse, bad[:, :, None], NARROW, CAST)
     else:
-        byte = _compared_bytes(re * inverse, im * inverse)
-    return tl.where(bad[:, :, None], 0, byte), tl.where(bad, 255, exponent)
+        byte = _compared_bytes(re * inverse, im * inverse, bad[:, :, None])
+    return byte, tl.where(bad, 255, exponent)
 
 
 @triton.jit
-def _compared_bytes(re, im):
+def _compared_bytes(re, im, bad):
     low = e2m1_compare(tl.abs(re)) | ((float_bits(re) >> 28) & 8)
-    return (low | (e2m1_compare(tl.abs(im)) << 4) | ((float_bits(im) >> 24) & 0x80)).to(tl.uint8)
+    byte = low | (e2m1_compare(tl.abs(im)) << 4) | ((float_bits(im) >> 24) & 0x80)
+    return tl.where(bad, 0, byte).to(tl.uint8)
 
 
 @triton.jit

@@ -95,9 +95,9 @@ def common_options(device: torch.device) -> dict[str, Any]:
     return options
 
 
-def narrow(x: Tensor) -> bool:
-    """Whether values of this dtype have at most 11 significant bits, so that the short encoders are exact."""
-    return x.dtype in (torch.bfloat16, torch.float16)
+def narrow(dtype: torch.dtype) -> int:
+    """Significant bits of a dtype whose values the short encoders take exactly; 0 for fp32."""
+    return {torch.bfloat16: 8, torch.float16: 11}.get(dtype, 0)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

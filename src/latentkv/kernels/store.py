@@ -108,7 +108,7 @@ def _store_rows(
             WEIGHT_WORDS=weight is not None and words(weight),
             FREQ_WORDS=freq_words,
             QUERY_WORDS=query_words,
-            NARROW=narrow(rows) or (weight is not None and layout != KVLayout.V4),
+            NARROW=narrow(torch.bfloat16 if weight is not None and layout != KVLayout.V4 else rows.dtype),
             ROWS=tile,
             QUERY_TAILS=tails,
             num_warps=warps,
@@ -122,7 +122,7 @@ def _write_tile(count: int, normed: bool) -> tuple[int, int]:
         return 1, 1
     if count <= 4096:
         return 2, 2
-    return (8, 2) if normed else (4, 2)
+    return (16, 4) if normed else (4, 2)
 
 
 def _read_tile(count: int, layout: KVLayout) -> tuple[int, int]:
@@ -206,7 +206,7 @@ def rope_fake_quant(x: Tensor, freqs: Tensor, kind: str, positions: Tensor | Non
             BY_POSITION=positions is not None,
             IN_WORDS=in_words,
             FREQ_WORDS=freq_words,
-            NARROW=narrow(x),
+            NARROW=narrow(x.dtype),
             ROWS=tile,
             PAIRS=pairs,
             num_warps=max(1, min(8, tile * pairs // 256)),
@@ -478,7 +478,7 @@ def _cases() -> list[TargetCase]:
             for name, normed in (("store", False), ("norm_rope_store", True)):
                 for count in (1, 65536) if layout.element.bits == 4 else (65536,):
                     tile, warps = _write_tile(count, normed)
-                    flags = {"NORM": normed, "ROTATE": normed, "BY_POSITION": normed, "QUERY": normed, "NARROW": True}
+                    flags = {"NORM": normed, "ROTATE": normed, "BY_POSITION": normed, "QUERY": normed, "NARROW": 8}
                     numbers = {"ROWS": tile, "QUERY_TAILS": QUERY_TAILS * warps, **flags, **aligned, **where}
                     cases.append(_case(store_rows_kernel, f"{name} {layout} x{tile}", variant, warps, **numbers))
             tile, warps = _read_tile(65536, layout)
@@ -487,7 +487,7 @@ def _cases() -> list[TargetCase]:
     for latent in (False, True):
         for variant in DEVICE_VARIANTS:
             numbers = {"WIDTH": 128, "ROTATED": 64, "LATENT": latent, "INVERSE": False, "BY_POSITION": True,
-                       "IN_WORDS": True, "NARROW": True, "ROWS": 8, "PAIRS": 64, **aligned}  # fmt: skip
+                       "IN_WORDS": True, "NARROW": 8, "ROWS": 8, "PAIRS": 64, **aligned}  # fmt: skip
             cases.append(_case(rope_fake_quant_kernel, "latent" if latent else "index", variant, 2, **numbers))
     return cases
 

@@ -134,17 +134,20 @@ def _score(heads: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """Logits `[rows, keys]` of queries `[rows, heads, 128]`, keys `[keys, 128]` and weights `[rows, heads]`.
 
     A group's dot product is exact in any order: it is a sum of at most 32 * 144 equal units. Group sums, products with
-    weights and the sum over heads are rounded one by one, in ascending order.
+    weights and the halvings that sum over heads (padded with zeros to a power of two) are rounded one by one.
     """
     rows, count = weights.shape
     grouped = heads.transpose(0, 1).reshape(count * rows, 4, INDEX_GROUP).transpose(0, 1)
     dots = torch.bmm(grouped, keys.unflatten(-1, (4, INDEX_GROUP)).permute(1, 2, 0))
     dots = dots[0].add_(dots[1]).add_(dots[2]).add_(dots[3]).unflatten(0, (count, rows))
     terms = dots.relu_().mul_(weights.t().unsqueeze(-1))
-    logits = torch.zeros_like(terms[0])  # from +0, so that no logit is -0
-    for term in terms:
-        logits += term
-    return logits
+    padded = 1 << (count - 1).bit_length()
+    if padded > count:
+        terms = torch.cat((terms, torch.zeros_like(terms[: padded - count])))
+    while len(terms) > 1:  # a fixed tree, which matrix units' registers can follow on any device
+        half = len(terms) // 2
+        terms = terms[:half] + terms[half:]
+    return terms[0] + 0.0  # no logit is -0
 
 
 def key_values(payload: Tensor, scale: Tensor | None, pages: Tensor, layout: IndexKeyLayout, page_size: int) -> Tensor:

@@ -1,0 +1,327 @@
+"""Stage `select` in Triton: index logits over pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latentkv.kernels import device as dev
+from latentkv.kernels.launch import E4M3_CAST, common_options, on_device
+
+# e4m3 bytes of the low and of the high nibbles of four bytes: sign to bit 7, the other bits to 4..2
+
+_E4M3_OF_FOUR_BYTES: tl.constexpr = tl.constexpr("""{
+.reg .b32 s, t, u;
+mov.b32 u, $2;
+and.b32 t, u, 0x07070707;  shl.b32 t, t, 2;  and.b32 s, u, 0x08080808;  shl.b32 s, s, 4;  or.b32 $0, s, t;
+shr.u32 t, u, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, u, 0x80808080;  or.b32 $1, s, t;
+}""")
+KEYS_AT_ONCE = 64  # never more than a page: the rows of one matrix instruction of four warps
+
+
+def index_logits(
+    query: Tensor,
+    query_scale: Tensor,
+    weights: Tensor,
+    payload: Tensor,
+    scale: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    row_to_batch: Tensor | None,
+    schedule: Tensor | None,
+    fill: bool,
+    query_layout: str,
+    layout: str,
+    page_size: int,
+    out: Tensor,
+) -> None:
+    """Launch `index_logits_kernel`: one program a row and a run of keys, the schedule's or an even share."""
+    rows, heads = weights.shape
+    width = out.shape[1]
+    if rows == 0 or width == 0:
+        return
+    batches, columns = page_table.shape
+    options = common_options(out.device)
+    blocks = triton.cdiv(width, KEYS_AT_ONCE)
+    # enough programs to fill the device, few enough that a program's query is read for many keys
+    run = max(1, min(16, blocks * rows // 1024))
+    scales = scale if scale is not None else payload
+    of_rows = row_to_batch if row_to_batch is not None else lengths
+    with on_device(out):
+        index_logits_kernel[(triton.cdiv(blocks, run), rows)](
+            query.view(torch.uint8),
+            query_scale.view(torch.uint8),
+            weights,
+            weights.stride(0),
+            payload,
+            payload.stride(0),
+            scales,
+            scales.stride(0),
+            page_table,
+            page_table.stride(0),
+            lengths,
+            lengths.stride(0),
+            of_rows,
+            of_rows.stride(0),
+            out,
+            out.stride(0),
+            payload.shape[0],
+            batches,
+            max(1, rows // max(1, batches)),
+            columns * page_size,
+            width,
+            run,
+            HEADS=heads,
+            PADDED=max(16, triton.next_power_of_2(heads)),
+            LAYOUT=layout,
+            PAGE_SHIFT=page_size.bit_length() - 1,
+            FLYDSL=query_layout == "flydsl",
+            BY_ROW=row_to_batch is not None,
+            FILL=fill,
+            DOT=_operand(out.device, options["CAST"]),
+            BLOCK=KEYS_AT_ONCE,
+            num_warps=4,
+            num_stages=1,  # the copies of a pipeline cost more than what occupancy hides anyway
+            **options,
+        )
+
+
+def _operand(device: torch.device, cast: int) -> str:
+    """Element type of the matrix operands; every choice is exact."""
+    if device.type == "cpu":
+        return "fp32"
+    return "e4m3" if cast == E4M3_CAST else "bf16"
+
+
+@triton.jit(do_not_specialize=["num_pages", "batches", "rows_a_batch", "capacity", "width", "run"])
+def index_logits_kernel(
+    query,
+    query_scale,
+    weights,
+    weights_stride,
+    payload,
+    payload_stride,
+    scale,
+    scale_stride,
+    page_table,
+    table_stride,
+    lengths,
+    lengths_stride,
+    row_to_batch,
+    batch_stride,
+    out,
+    out_stride,
+    num_pages,
+    batches,
+    rows_a_batch,
+    capacity,
+    width,
+    run,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    PAGE_SHIFT: tl.constexpr,
+    FLYDSL: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    FILL: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Logits of one row for `run` blocks of BLOCK keys."""
+    dev.begin(OVERLAP)
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + row * lengths_stride).to(tl.int64)
+    if BY_ROW:
+        batch = tl.load(row_to_batch + row * batch_stride).to(tl.int64)
+    else:
+        batch = row // rows_a_batch
+    length = tl.where((batch >= 0) & (batch < batches), length, 0)
+    length = tl.minimum(tl.minimum(length, capacity), width)
+    table = page_table + tl.where((batch >= 0) & (batch < batches), batch, 0) * table_stride
+    logits = out + row * out_stride
+    first = tl.program_id(0).to(tl.int64) * run * BLOCK
+    last = tl.minimum(first + run * BLOCK, width)
+    if first < length:
+        head = tl.arange(0, PADDED)
+        weight = dev.to_fp32(tl.load(weights + row * weights_stride + head, mask=head < HEADS, other=0.0))
+        c0, e0 = _query_group(query, query_scale, row, 0, HEADS, PADDED, FLYDSL)
+        c1, e1 = _query_group(query, query_scale, row, 1, HEADS, PADDED, FLYDSL)
+        c2, e2 = _query_group(query, query_scale, row, 2, HEADS, PADDED, FLYDSL)
+        c3, e3 = _query_group(query, query_scale, row, 3, HEADS, PADDED, FLYDSL)
+        end = tl.minimum(last, length)
+        where = (payload, payload_stride, scale, scale_stride, table, num_pages, logits, first, end)
+        # a head whose four exponents lie close together takes them into its values, exactly: e4m3 holds 2^-8 .. 2^6 of
+        # an e2m1 value, and so the products with query scales leave the loop
+        top = tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3))
+        low = tl.minimum(tl.minimum(e0, e1), tl.minimum(e2, e3))
+        anchor = top - 6
+        if tl.max(tl.where((top == 255) | (top < 7), 255, top - low)) <= 14:
+            q0, q1 = _query_operand(c0, e0 - anchor, DOT, PADDED), _query_operand(c1, e1 - anchor, DOT, PADDED)
+            q2, q3 = _query_operand(c2, e2 - anchor, DOT, PADDED), _query_operand(c3, e3 - anchor, DOT, PADDED)
+            weight = weight * dev.ue8m0_decode(anchor)
+            _score(
+                q0,
+                q1,
+                q2,
+                q3,
+                weight,
+                weight,
+                weight,
+                weight,
+                weight,
+                *where,
+                True,
+                LAYOUT,
+                PAGE_SHIFT,
+                DOT,
+                BLOCK,
+                CAST,
+            )
+        else:
+            q0, q1 = _query_operand(c0, 0, DOT, PADDED), _query_operand(c1, 0, DOT, PADDED)
+            q2, q3 = _query_operand(c2, 0, DOT, PADDED), _query_operand(c3, 0, DOT, PADDED)
+            s0, s1 = dev.ue8m0_decode(e0), dev.ue8m0_decode(e1)
+            s2, s3 = dev.ue8m0_decode(e2), dev.ue8m0_decode(e3)
+            _score(q0, q1, q2, q3, s0, s1, s2, s3, weight, *where, False, LAYOUT, PAGE_SHIFT, DOT, BLOCK, CAST)
+    if FILL:
+        begin = tl.maximum(first, length)
+        for block in range(tl.cdiv(last - begin, BLOCK)):
+            key = begin + block * BLOCK + tl.arange(0, BLOCK)
+            tl.store(logits + key, float("-inf"), mask=key < last)
+
+
+@triton.jit
+def _score(
+    q0, q1, q2, q3, s0, s1, s2, s3, weight, payload, payload_stride, scale, scale_stride, table, num_pages, logits,
+    first, end, FOLDED: tl.constexpr, LAYOUT: tl.constexpr, PAGE_SHIFT: tl.constexpr, DOT: tl.constexpr,
+    BLOCK: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Write the logits of keys first ..< end, a block in a page at a time; FOLDED queries carry their own scales."""
+    offset = tl.arange(0, BLOCK)
+    for block in range(tl.cdiv(end - first, BLOCK)):
+        start = first + block * BLOCK
+        key = start + offset
+        page = tl.load(table + (start >> PAGE_SHIFT)).to(tl.int64)
+        inside = (page >= 0) & (page < num_pages)
+        stored = key < tl.where(inside, end, 0)
+        page = tl.where(inside, page, 0)
+        slot = (offset + (start & ((1 << PAGE_SHIFT) - 1))).to(tl.int32)
+        k0, e0 = _key_group(
+            payload, payload_stride, scale, scale_stride, page, slot, stored, 0, LAYOUT, PAGE_SHIFT, DOT
+        )
+        k1, e1 = _key_group(
+            payload, payload_stride, scale, scale_stride, page, slot, stored, 1, LAYOUT, PAGE_SHIFT, DOT
+        )
+        k2, e2 = _key_group(
+            payload, payload_stride, scale, scale_stride, page, slot, stored, 2, LAYOUT, PAGE_SHIFT, DOT
+        )
+        k3, e3 = _key_group(
+            payload, payload_stride, scale, scale_stride, page, slot, stored, 3, LAYOUT, PAGE_SHIFT, DOT
+        )
+        # a group's dot is exact, and so is its product with powers of two: only the three additions round
+        total = _group_dot(k0, q0, DOT, CAST, BLOCK) * _factor(e0, s0, FOLDED)
+        total = tl.fma(_group_dot(k1, q1, DOT, CAST, BLOCK), _factor(e1, s1, FOLDED), total)
+        total = tl.fma(_group_dot(k2, q2, DOT, CAST, BLOCK), _factor(e2, s2, FOLDED), total)
+        total = tl.fma(_group_dot(k3, q3, DOT, CAST, BLOCK), _factor(e3, s3, FOLDED), total)
+        term = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+        tl.store(logits + key, _fold(term, BLOCK, weight.shape[0]), mask=key < end)
+
+
+@triton.jit
+def _factor(key_scale, query_scale, FOLDED: tl.constexpr):
+    if FOLDED:
+        return tl.broadcast_to(key_scale[:, None], [key_scale.shape[0], query_scale.shape[0]])
+    else:
+        return key_scale[:, None] * query_scale[None, :]
+
+
+@triton.jit
+def _fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Row sums by adding the upper half to the lower until one value is left; +0 keeps a -0 from the result."""
+    if WIDTH == 1:
+        return tl.reshape(x, [ROWS]) + 0.0
+    else:
+        return _fold(tl.sum(tl.reshape(x, [ROWS, 2, WIDTH // 2]), axis=1), ROWS, WIDTH // 2)
+
+
+@triton.jit
+def _query_group(
+    query, query_scale, row, GROUP: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, FLYDSL: tl.constexpr
+):
+    """e2m1 codes [PADDED, 32], low nibbles first, and exponents [PADDED] of one group; absent heads are zero."""
+    head = tl.arange(0, PADDED)
+    at = query + (row * HEADS + head[:, None]) * 64 + GROUP * 16 + tl.arange(0, 16)[None, :]
+    packed = tl.load(at, mask=head[:, None] < HEADS, other=0).to(tl.int32)
+    if FLYDSL:
+        at = query_scale + row * 256 + GROUP * 64 + (head % 16) * 4 + head // 16
+    else:
+        at = query_scale + (row * HEADS + head) * 4 + GROUP
+    exponent = tl.load(at, mask=head < HEADS, other=127).to(tl.int32)
+    return tl.reshape(tl.permute(tl.join(packed & 0xF, packed >> 4), [0, 2, 1]), [PADDED, 32]), exponent
+
+
+@triton.jit
+def _query_operand(codes, shift, DOT: tl.constexpr, PADDED: tl.constexpr):
+    """Matrix operand [32, PADDED] of e2m1 codes [PADDED, 32] times 2^shift, `shift` -8 .. 6 a head."""
+    values = dev.e2m1_decode(codes) * tl.reshape(
+        dev.power_of_two(tl.full([PADDED], 127, tl.int32) + shift), [PADDED, 1]
+    )
+    if DOT == "e4m3":
+        return tl.trans(values.to(tl.float8e4nv))
+    elif DOT == "bf16":
+        return tl.trans(dev.to_bf16(values))
+    else:
+        return tl.trans(values)
+
+
+@triton.jit
+def _key_group(
+    payload, payload_stride, scale, scale_stride, page, slot, stored, GROUP: tl.constexpr, LAYOUT: tl.constexpr,
+    PAGE_SHIFT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Packed bytes [keys, 16] and scales [keys] of one group; keys that are not stored are zero."""
+    if LAYOUT == "fused":
+        at = slot * 64 + GROUP * 16
+        exponents = payload + page * payload_stride + (64 << PAGE_SHIFT) + (slot * 4 + GROUP)
+    elif LAYOUT == "split64":
+        at = GROUP * 1024 + slot * 16
+        exponents = scale + page * scale_stride + (GROUP * 64 + (slot % 16) * 4 + slot // 16)
+    else:
+        at = (slot // 8) * 512 + ((slot % 4) * 4 + GROUP) * 32 + (slot % 8) // 4 * 16
+        exponents = scale + page * scale_stride + ((slot // 8) * 32 + GROUP * 8 + slot % 8)
+    at = payload + page * payload_stride + (at[:, None] + tl.arange(0, 16)[None, :])
+    packed = tl.load(at, mask=stored[:, None], other=0)
+    factor = dev.ue8m0_decode(tl.load(exponents, mask=stored, other=127).to(tl.int32))
+    if DOT == "e4m3":
+        factor = factor * 64.0  # key operands carry 2^-6
+    return packed, factor
+
+
+@triton.jit
+def _group_dot(packed, q, DOT: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constexpr):
+    """fp32 [ROWS, heads] of packed keys [ROWS, 16] and a query operand [32, heads]; exact."""
+    return tl.dot(_key_operand(packed, DOT, CAST, ROWS), q, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def _key_operand(packed, DOT: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constexpr):
+    """Matrix operand [ROWS, 32] of e2m1 bytes [ROWS, 16]: the low nibbles first, then the high ones."""
+    if DOT == "e4m3":
+        # an e2m1 code moved by two bits is the e4m3 code of 2^-6 times its value
+        low, high = tl.inline_asm_elementwise(
+            _E4M3_OF_FOUR_BYTES, "=r,=r,r", [packed], (tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
+        codes = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [ROWS, 32])
+        return codes.to(tl.float8e4nv, bitcast=True)
+    else:
+        packed = packed.to(tl.int32)
+        codes = tl.reshape(tl.permute(tl.join(packed & 0xF, packed >> 4), [0, 2, 1]), [ROWS, 32])
+        values = dev.e2m1_decode(codes)
+        if DOT == "bf16":
+            return dev.to_bf16(values)
+        else:
+            return values
