@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latentkv.kernels import device as dev
-from latentkv.kernels.launch import E4M3_CAST, common_options, on_device
+from latentkv.kernels.launch import DEVICE_VARIANTS, E4M3_CAST, TargetCase, common_options, on_device, wave_size
 
 # e4m3 bytes of the low and of the high nibbles of four bytes: sign to bit 7, the other bits to 4..2
 
@@ -82,10 +82,15 @@ def index_logits(
             FILL=fill,
             DOT=_operand(out.device, options["CAST"]),
             BLOCK=KEYS_AT_ONCE,
-            num_warps=4,
+            num_warps=_warps(heads, wave_size(out.device)),
             num_stages=1,  # the copies of a pipeline cost more than what occupancy hides anyway
             **options,
         )
+
+
+def _warps(heads: int, wave: int) -> int:
+    """Warps a program: 64 heads in 128 lanes spill on gfx1201 and sm_100, in 512 lanes on gfx9."""
+    return 4 if heads <= 32 or wave == 64 else 8
 
 
 def _operand(device: torch.device, cast: int) -> str:
@@ -325,3 +330,41 @@ def _key_operand(packed, DOT: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constex
             return dev.to_bf16(values)
         else:
             return values
+
+
+# --- what is compiled offline -----------------------------------------------------------------------------------------
+
+
+def _cases() -> list[TargetCase]:
+    names = index_logits_kernel.arg_names
+    pointers = {"query": "*u8", "query_scale": "*u8", "weights": "*bf16", "payload": "*u8", "scale": "*u8",
+                "page_table": "*i32", "lengths": "*i32", "row_to_batch": "*i32", "out": "*fp32"}  # fmt: skip
+    aligned = ("query", "query_scale", "weights", "weights_stride", "payload", "payload_stride", "scale",
+               "scale_stride", "page_table", "table_stride", "lengths", "out", "out_stride")  # fmt: skip
+    cases = []
+    for layout, heads, flydsl in (("fused", 32, False), ("split64", 64, True), ("split8", 16, False)):
+        for variant in DEVICE_VARIANTS:
+            constexprs = {
+                "HEADS": heads, "PADDED": heads, "LAYOUT": layout, "PAGE_SHIFT": 6, "FLYDSL": flydsl, "BY_ROW": False,
+                "FILL": True, "DOT": "e4m3" if variant["targets"] == ("sm90",) else "bf16", "BLOCK": KEYS_AT_ONCE,
+                **variant["constexprs"],
+            }  # fmt: skip
+            signature = {name: pointers.get(name, "i32") for name in names if name not in constexprs}
+            options = {"enable_fp_fusion": False, "num_stages": 1}
+            label, targets = f"logits {layout} H{heads}", variant["targets"]
+            cases.append(
+                TargetCase(
+                    index_logits_kernel,
+                    label,
+                    signature,
+                    constexprs,
+                    _warps(heads, variant.get("wave", 32)),
+                    aligned,
+                    options,
+                    targets=targets,
+                )
+            )
+    return cases
+
+
+TARGET_CASES = _cases()

@@ -444,6 +444,7 @@ define(
     "Tensor(a!) out) -> ()",
     reference.index_logits,
     lambda *args: None,
+    kernel="index_logits",
 )
 define(
     "select",
