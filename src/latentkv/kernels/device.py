@@ -20,6 +20,7 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TWO_POW_120 = tl.constexpr(2.0**120)
 TWO_POW_M120 = tl.constexpr(2.0**-120)
+TWO_POW_M14 = tl.constexpr(2.0**-14)
 TWO_POW_126 = tl.constexpr(2.0**126)
 TWO_POW_M126 = tl.constexpr(2.0**-126)
 ONE_SIXTH = tl.constexpr(0.16666667163372040)  # fp32
@@ -292,7 +293,7 @@ def e2m1_bytes(re, im, inverse, bad, NARROW: tl.constexpr, CAST: tl.constexpr):
     Groups that are `bad` get codes 0. Eight significant bits allow the rounding to fp16 of the sm_90 form.
     """
     if CAST == E4M3_CAST and NARROW == 8:
-        inverse = inverse * 6.103515625e-05
+        inverse = inverse * TWO_POW_M14
         keep = tl.broadcast_to(tl.where(bad, 0, -1), re.shape)
         return tl.inline_asm_elementwise(
             _E2M1_PAIRS_SM90, "=r,f,f,f,f,f,f,f,f,r,r,r,r", [re * inverse, im * inverse, keep], tl.uint8, is_pure=True,
@@ -440,6 +441,46 @@ def fake_quant_latent(re, im, NARROW: tl.constexpr):
     return _on_grid(re, scale, bad, NARROW), _on_grid(im, scale, bad, NARROW)
 
 
+# Two values times the inverse scale on e2m1's grid, as in `_E2M1_PAIRS_SM90`, then times $4 * 2^7 and in e4m3. Adding
+# +0 in the product makes -0 a +0 and keeps the sign of what only rounds to zero.
+_E2M1_TO_E4M3_SM90: tl.constexpr = tl.constexpr("""{
+.reg .f32 x, y;
+.reg .b32 a, t, six, step;
+mov.b32 six, 0x0E000E00;  mov.b32 step, 0x58005800;
+fma.rn.f32 x, $1, $3, 0f00000000;  fma.rn.f32 y, $2, $3, 0f00000000;
+cvt.rn.f16x2.f32 a, y, x;  min.xorsign.abs.f16x2 a, a, six;
+shr.u32 t, a, 9;  and.b32 t, t, 0x00010001;  add.u32 a, a, t;  add.u32 a, a, 0x00FF00FF;  and.b32 a, a, 0xFE00FE00;
+mul.rn.f16x2 a, a, step;  mul.rn.f16x2 a, a, $4;
+cvt.rn.satfinite.e4m3x2.f16x2 $0, a;
+}""")
+
+
+@triton.jit
+def quantize_latent_v41(re, im):
+    """`quantize_v41` of `fake_quant_latent` of bf16 pairs [rows, groups of 16, 8], in the sm_90 form of both.
+
+    A group's largest quantized magnitude is six times its scale, or so small that the exponent is 114 anyway.
+    """
+    ROWS: tl.constexpr = re.shape[0]
+    GROUPS: tl.constexpr = re.shape[1]
+    top = group_max_bits(re, im)
+    bad = tl.max(tl.reshape((top > INF_BITS).to(tl.int32), [ROWS, GROUPS // 2, 2]), axis=2)
+    code = latent_scale_code(tl.where(top > INF_BITS, 0, top), 8, E4M3_CAST)
+    scale = bits_float(code << 20) * TWO_POW_120
+    amax = float_bits(tl.max(tl.reshape(scale, [ROWS, GROUPS // 2, 2]), axis=2) * 6.0)
+    exponent = tl.maximum((amax >> 23) - 8 + tl.where((amax & 0x7FFFFF) > 0x600000, 1, 0), 114)
+    ratio = tl.reshape(scale, [ROWS, GROUPS // 2, 2]) * power_of_two(254 - exponent)[:, :, None]
+    half = (ratio * 128.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    half = tl.reshape(half | (half << 16), [ROWS, GROUPS])[:, :, None]
+    inverse = (reciprocal(scale, E4M3_CAST) * TWO_POW_M14)[:, :, None]
+    word = tl.inline_asm_elementwise(
+        _E2M1_TO_E4M3_SM90, "=h,f,f,f,r",
+        [re, im, tl.broadcast_to(inverse, re.shape), tl.broadcast_to(half, re.shape)], tl.int16, is_pure=True, pack=1,
+    ).to(tl.int32)  # fmt: skip
+    word = tl.reshape(word, [ROWS, GROUPS // 2, 16])
+    return tl.where(bad[:, :, None] != 0, 0x7F7F, word), tl.where(bad != 0, 255, exponent)
+
+
 @triton.jit
 def fake_quant_index(re, im, NARROW: tl.constexpr):
     """Quantize and dequantize groups of 32 with a power-of-two scale; twin of numerics.fake_quant_index."""
@@ -486,3 +527,23 @@ def rms_scale(re, im, eps, WIDTH: tl.constexpr):
 def rotate(re, im, cos, sin):
     """Rotate pairs by angles, every product rounded on its own."""
     return re * cos - im * sin, re * sin + im * cos
+
+
+# --- exponential ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def exp_nonpositive(x):
+    """e^x of x <= 0, NaN kept, by the rounded operations of its twin numerics.exp_nonpositive."""
+    shifted = x * 1.4426950408889634 + 12582912.0  # 1.5 * 2^23: the sum rounds to an integer, held in its low bits
+    n = shifted - 12582912.0
+    r = x - n * 0.693145751953125 - n * 1.42860682030941723e-06
+    p = r * (1 / 5040) + (1 / 720)
+    p = p * r + (1 / 120)
+    p = p * r + (1 / 24)
+    p = p * r + (1 / 6)
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    value = p * bits_float((float_bits(shifted) << 23) + 0x3F800000)
+    return tl.where(x < -87.0, 0.0, value)

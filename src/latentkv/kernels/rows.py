@@ -45,12 +45,21 @@ def write_pairs(
     SCALE_BASE: tl.constexpr,
     SCALE_STEP: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
+    LATENT: tl.constexpr,
     NARROW: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Quantize pieces of rows, fp32 pairs `first` .. of each, and write data and scales of pairs below LIMIT."""
+    """Quantize pieces of rows, fp32 pairs `first` .. of each, and write data and scales of pairs below LIMIT.
+
+    LATENT rows hold fp4 numerics also in the pages of fp8 layouts.
+    """
     ROWS: tl.constexpr = re.shape[0]
     PAIRS: tl.constexpr = re.shape[1]
+    FUSED: tl.constexpr = LATENT and ENCODING == "v41" and NARROW == 8 and CAST == dev.E4M3_CAST
+    if LATENT and not FUSED and (ENCODING == "v41" or ENCODING == "v4"):
+        re, im = tl.reshape(re, [ROWS, PAIRS // 8, 8]), tl.reshape(im, [ROWS, PAIRS // 8, 8])
+        re, im = dev.fake_quant_latent(re, im, NARROW)
+        re, im = tl.reshape(re, [ROWS, PAIRS]), tl.reshape(im, [ROWS, PAIRS])
     pair = first[:, None] + tl.arange(0, PAIRS)[None, :]
     mask = written[:, None] & (pair < LIMIT)
     slot = tl.where(written, slot, 0)
@@ -72,10 +81,14 @@ def write_pairs(
             _store_bytes(at, dev.bf16_bits(re) | (dev.bf16_bits(im) << 16), mask & (pair >= 224), 4)
     else:
         SIZE: tl.constexpr = 8 if ENCODING == "v41_fp4" else 16  # pairs of a group
-        re = tl.reshape(re, [ROWS, PAIRS // SIZE, SIZE])
-        im = tl.reshape(im, [ROWS, PAIRS // SIZE, SIZE])
+        SPLIT: tl.constexpr = 8 if FUSED else SIZE
+        re = tl.reshape(re, [ROWS, PAIRS // SPLIT, SPLIT])
+        im = tl.reshape(im, [ROWS, PAIRS // SPLIT, SPLIT])
         if ENCODING == "v41":
-            word, scale = dev.quantize_v41(re, im, NARROW, CAST)
+            if FUSED:
+                word, scale = dev.quantize_latent_v41(re, im)
+            else:
+                word, scale = dev.quantize_v41(re, im, NARROW, CAST)
             _store_e4m3(cache, data, step, pair, tl.reshape(word, [ROWS, PAIRS]), mask, PAGE_WORDS)
         else:
             if ENCODING == "v41_fp4":

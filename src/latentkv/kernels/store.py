@@ -29,7 +29,7 @@ QUERY_TAILS = 8  # query heads a warp rotates
 
 def store_kv(rows: Tensor, cache: Tensor, slots: Tensor, layout: str, page_size: int, freqs: Tensor | None) -> None:
     """Launch `store_rows_kernel` without a norm; with `freqs`, row t is rotated by its row t."""
-    _store_rows(rows, cache, slots, KVLayout.parse(layout), page_size, freqs=freqs)
+    launch_store_rows(rows, cache, slots, KVLayout.parse(layout), page_size, freqs=freqs)
 
 
 def norm_rope_store_kv(
@@ -47,10 +47,10 @@ def norm_rope_store_kv(
     """Launch `store_rows_kernel` with norm and rotation; programs behind the rows' rotate the query."""
     kind = KVLayout.parse(layout)
     extra = {"positions": positions, "weight": weight, "eps": eps, "query": query}
-    _store_rows(rows, cache, slots, kind, page_size, freqs=freqs, **extra)
+    launch_store_rows(rows, cache, slots, kind, page_size, freqs=freqs, **extra)
 
 
-def _store_rows(
+def launch_store_rows(
     rows: Tensor,
     cache: Tensor,
     slots: Tensor,
@@ -62,19 +62,25 @@ def _store_rows(
     weight: Tensor | None = None,
     eps: float = 0.0,
     query: Tensor | None = None,
+    latents: Tensor | None = None,
 ) -> None:
+    """Launch `store_rows_kernel`; `latents` takes the normed rows, which are then written as compressed ones."""
     count = rows.shape[0]
     if count == 0:
         return
     heads = query.shape[1] if query is not None else 0
-    tile, warps = _write_tile(count, weight is not None)
+    tile, warps = write_tile(count, weight is not None)
     row_programs, tails = triton.cdiv(count, tile), QUERY_TAILS * warps
     # arguments that the constexprs keep from being read point at something valid
     table = freqs if freqs is not None else rows
     places = positions if positions is not None else slots
     heads_of = query if query is not None else rows
+    out = latents if latents is not None else rows
     row_words, page_in_words, freq_words = words(rows), page_words(cache), words(table)
-    query_words = words(heads_of)
+    query_words, out_words = words(heads_of), words(out)
+    kind = rows.dtype
+    if weight is not None:  # what the norm rounds to
+        kind = torch.bfloat16 if latents is not None or layout != KVLayout.V4 else torch.float32
     with on_device(rows):
         store_rows_kernel[(row_programs + triton.cdiv(count * heads, tails),)](
             rows,
@@ -95,6 +101,8 @@ def _store_rows(
             heads_of,
             pair_stride(heads_of.stride(0), query_words),
             pair_stride(heads_of.stride(1), query_words),
+            out,
+            pair_stride(out.stride(0), out_words),
             count,
             heads,
             row_programs,
@@ -103,12 +111,14 @@ def _store_rows(
             ROTATE=freqs is not None,
             BY_POSITION=positions is not None,
             QUERY=query is not None,
+            LATENT=latents is not None,
             ROW_WORDS=row_words,
             PAGE_WORDS=page_in_words,
             WEIGHT_WORDS=weight is not None and words(weight),
             FREQ_WORDS=freq_words,
             QUERY_WORDS=query_words,
-            NARROW=narrow(torch.bfloat16 if weight is not None and layout != KVLayout.V4 else rows.dtype),
+            OUT_WORDS=out_words,
+            NARROW=narrow(kind),
             ROWS=tile,
             QUERY_TAILS=tails,
             num_warps=warps,
@@ -116,7 +126,7 @@ def _store_rows(
         )
 
 
-def _write_tile(count: int, normed: bool) -> tuple[int, int]:
+def write_tile(count: int, normed: bool) -> tuple[int, int]:
     """Rows a program writes and its warps; fastest of 9 shapes on one H200 (2026-12-01), bits do not depend on it."""
     if count <= 1024:
         return 1, 1
@@ -126,7 +136,7 @@ def _write_tile(count: int, normed: bool) -> tuple[int, int]:
 
 
 def _read_tile(count: int, layout: KVLayout) -> tuple[int, int]:
-    """Rows a program reads and its warps; as in `_write_tile`."""
+    """Rows a program reads and its warps; as in `write_tile`."""
     if count <= 1024:
         return 1, 4
     if count <= 4096:
@@ -238,6 +248,8 @@ def store_rows_kernel(
     query,
     query_stride,
     head_stride,
+    out,
+    out_stride,
     count,
     heads,
     row_programs,
@@ -250,18 +262,23 @@ def store_rows_kernel(
     ROTATE: tl.constexpr,
     BY_POSITION: tl.constexpr,
     QUERY: tl.constexpr,
+    LATENT: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
     WEIGHT_WORDS: tl.constexpr,
     FREQ_WORDS: tl.constexpr,
     QUERY_WORDS: tl.constexpr,
+    OUT_WORDS: tl.constexpr,
     NARROW: tl.constexpr,
     ROWS: tl.constexpr,
     QUERY_TAILS: tl.constexpr,
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Norm, rotate, quantize and write ROWS rows; programs from `row_programs` on rotate query tails in place."""
+    """Norm, rotate, quantize and write ROWS rows; programs from `row_programs` on rotate query tails in place.
+
+    With LATENT the normed rows are also returned in `out`, slot 0 is padding, and fp8 pages hold fp4 numerics.
+    """
     dev.begin(OVERLAP)
     if QUERY:
         if tl.program_id(0) >= row_programs:
@@ -275,6 +292,8 @@ def store_rows_kernel(
     # where a row's own bits are not kept, a stored bf16 NaN has the same bits on every device
     KEPT: tl.constexpr = dtype == tl.bfloat16 and not NORM and not ROTATE
     SETTLE_NAN: tl.constexpr = not KEPT and (ENCODING == "bf16" or ENCODING == "v4")
+    ROUND: tl.constexpr = LATENT or ENCODING != "v4"
+    FIRST_SLOT: tl.constexpr = 1 if LATENT else 0
     at = dev.pair_pointer(rows, ROW_WORDS)
     weights = dev.pair_pointer(weight, WEIGHT_WORDS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -302,33 +321,36 @@ def store_rows_kernel(
         scale = dev.rsqrt_rn(total * (1.0 / 512) + eps)
         both = tl.reshape(tl.broadcast_to(scale[None, :], [2, ROWS]), [2 * ROWS])[:, None]
         re, im = re * both * weight_re, im * both * weight_im
-        if ENCODING != "v4":
+        if ROUND:
             re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
+    if LATENT:
+        to, step = dev.pair_pointer(out, OUT_WORDS), (piece_row * out_stride)[:, None]
+        dev.store_pairs(to, step, pair, re, im, piece_live[:, None], tl.bfloat16, OUT_WORDS, CAST)
     if SETTLE_NAN:
         re, im = dev.settle_nan(re), dev.settle_nan(im)
     write_pairs(
         re, im, first, 224 if ROTATE else 256, cache, page_stride, data_stride, slot,
-        (slot >= 0) & (slot < capacity), ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE, SCALE_STEP, PAGE_WORDS,
-        NARROW, CAST,
+        (slot >= FIRST_SLOT) & (slot < capacity), ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE, SCALE_STEP, PAGE_WORDS,
+        LATENT, NARROW, CAST,
     )  # fmt: skip
     if ROTATE:
         re, im = tail_re, tail_im
         if NORM:
             weight_re, weight_im = dev.load_pairs(weights, 0, last, last >= 0, kind, WEIGHT_WORDS)
             re, im = re * scale[:, None] * weight_re, im * scale[:, None] * weight_im
-            if ENCODING != "v4":
+            if ROUND:
                 re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
         re, im = dev.rotate(re, im, cos, sin)
         if not NORM:
             re, im = dev.round_pairs(re, im, dtype, CAST)
-        elif ENCODING != "v4":
+        elif ROUND:
             re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
         if SETTLE_NAN:
             re, im = dev.settle_nan(re), dev.settle_nan(im)
         write_pairs(
             re, im, tl.full([ROWS], 224, tl.int32), 256, cache, page_stride, data_stride, tail_slot,
-            (tail_slot >= 0) & (tail_slot < capacity), ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE, SCALE_STEP,
-            PAGE_WORDS, NARROW, CAST,
+            (tail_slot >= FIRST_SLOT) & (tail_slot < capacity), ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE, SCALE_STEP,
+            PAGE_WORDS, LATENT, NARROW, CAST,
         )  # fmt: skip
 
 
@@ -450,45 +472,48 @@ def rope_fake_quant_kernel(
 
 _ALIGNED = ("rows", "rows_stride", "cache", "page_stride", "data_stride", "slots", "weight", "freqs", "freqs_stride",
             "positions", "query", "query_stride", "head_stride", "out", "out_stride", "x", "x_stride")  # fmt: skip
+ALL_WORDS = dict.fromkeys(("ROW_WORDS", "PAGE_WORDS", "OUT_WORDS", "WEIGHT_WORDS", "FREQ_WORDS", "QUERY_WORDS"), True)
 _POINTERS = {"cache": "*u8", "slots": "*i64", "weight": "*bf16", "freqs": "*fp32", "positions": "*i64",
              "query": "*bf16", "out": "*bf16", "rows": "*bf16", "x": "*bf16"}  # fmt: skip
 
 
-def _case(kernel: Any, label: str, variant: dict[str, Any], warps: int, **constexprs: Any) -> TargetCase:
+def case_of(
+    kernel: Any,
+    label: str,
+    variant: dict[str, Any],
+    warps: int,
+    types: dict[str, str] | None = None,
+    strides: tuple[str, ...] = (),
+    **constexprs: Any,
+) -> TargetCase:
+    """A case of a kernel whose arguments are named as here or typed by `types`; constexprs that it lacks are dropped."""
     constexprs = {k: v for k, v in {**constexprs, **variant["constexprs"]}.items() if k in kernel.arg_names}
-    runtime = [name for name in kernel.arg_names if name not in constexprs]
-    signature = {name: _POINTERS.get(name, "fp32" if name == "eps" else "i32") for name in runtime}
-    aligned = tuple(name for name in _ALIGNED if name in signature)
+    types = {**_POINTERS, "eps": "fp32", **(types or {})}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
+    aligned = tuple(n for n, kind in signature.items() if n in _ALIGNED or n in strides or kind.startswith("*"))
     return TargetCase(kernel, label, signature, constexprs, warps, aligned, targets=variant["targets"])
 
 
 def _cases() -> list[TargetCase]:
     cases = []
-    aligned = {
-        "ROW_WORDS": True,
-        "PAGE_WORDS": True,
-        "OUT_WORDS": True,
-        "WEIGHT_WORDS": True,
-        "FREQ_WORDS": True,
-        "QUERY_WORDS": True,
-    }
     for layout in (KVLayout.V4, KVLayout.V41, KVLayout.V41_FP4, KVLayout.V41_MXFP4, KVLayout.BF16):
         where = layout_constants(layout, 256)
         for variant in DEVICE_VARIANTS:
             for name, normed in (("store", False), ("norm_rope_store", True)):
                 for count in (1, 65536) if layout.element.bits == 4 else (65536,):
-                    tile, warps = _write_tile(count, normed)
-                    flags = {"NORM": normed, "ROTATE": normed, "BY_POSITION": normed, "QUERY": normed, "NARROW": 8}
-                    numbers = {"ROWS": tile, "QUERY_TAILS": QUERY_TAILS * warps, **flags, **aligned, **where}
-                    cases.append(_case(store_rows_kernel, f"{name} {layout} x{tile}", variant, warps, **numbers))
+                    tile, warps = write_tile(count, normed)
+                    flags = {"NORM": normed, "ROTATE": normed, "BY_POSITION": normed, "QUERY": normed, "LATENT": False,
+                             "NARROW": 0 if normed and layout == KVLayout.V4 else 8}  # fmt: skip
+                    numbers = {"ROWS": tile, "QUERY_TAILS": QUERY_TAILS * warps, **flags, **ALL_WORDS, **where}
+                    cases.append(case_of(store_rows_kernel, f"{name} {layout} x{tile}", variant, warps, **numbers))
             tile, warps = _read_tile(65536, layout)
-            numbers = {"BY_SLOT": True, "ROWS": tile, **aligned, **where}
-            cases.append(_case(load_rows_kernel, f"load {layout} x{tile}", variant, warps, **numbers))
+            numbers = {"BY_SLOT": True, "ROWS": tile, **ALL_WORDS, **where}
+            cases.append(case_of(load_rows_kernel, f"load {layout} x{tile}", variant, warps, **numbers))
     for latent in (False, True):
         for variant in DEVICE_VARIANTS:
             numbers = {"WIDTH": 128, "ROTATED": 64, "LATENT": latent, "INVERSE": False, "BY_POSITION": True,
-                       "IN_WORDS": True, "NARROW": 8, "ROWS": 8, "PAIRS": 64, **aligned}  # fmt: skip
-            cases.append(_case(rope_fake_quant_kernel, "latent" if latent else "index", variant, 2, **numbers))
+                       "IN_WORDS": True, "NARROW": 8, "ROWS": 8, "PAIRS": 64, **ALL_WORDS}  # fmt: skip
+            cases.append(case_of(rope_fake_quant_kernel, "latent" if latent else "index", variant, 2, **numbers))
     return cases
 
 

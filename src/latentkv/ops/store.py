@@ -220,6 +220,7 @@ define(
     "store_kv(Tensor rows, Tensor(a!) cache, Tensor slots, str layout, int page_size, Tensor? freqs) -> ()",
     reference.store_kv,
     lambda *args: None,
+    kernel="store_kv",
 )
 define(
     "store",
@@ -227,22 +228,26 @@ define(
     "float eps, str layout, int page_size, Tensor(b!)? query) -> ()",
     reference.norm_rope_store_kv,
     lambda *args: None,
+    kernel="norm_rope_store_kv",
 )
 define(
     "store",
     "load_kv(Tensor cache, Tensor slots, str layout, int page_size, Tensor(a!) out) -> ()",
     reference.load_kv,
     lambda *args: None,
+    kernel="load_kv",
 )
 define(
     "store",
     "load_kv_pages(Tensor cache, str layout, int page_size) -> Tensor",
     reference.load_kv_pages,
     lambda cache, layout, page_size: cache.new_empty((cache.shape[0], page_size, LATENT_DIM), dtype=torch.bfloat16),
+    kernel="load_kv_pages",
 )
 define(
     "store",
     "rope_fake_quant(Tensor x, Tensor freqs, str kind, Tensor? positions, bool inverse) -> Tensor",
     reference.rope_fake_quant,
     lambda x, *args: torch.empty_like(x, memory_format=torch.contiguous_format),
+    kernel="rope_fake_quant",
 )

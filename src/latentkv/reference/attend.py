@@ -107,12 +107,12 @@ def apply_sink(values: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
 def rows_of_tokens(
     cache: Tensor, slots: Tensor, lengths: Tensor | None, layout: str, page_size: int, part: slice
 ) -> Iterator[Tensor]:
-    """The valid rows of each token of `part`, as fp32 `[n, 512]` rounded to bf16; no other row is read."""
+    """The valid rows of each token of `part`, as fp32 `[n, 512]`; no other row is read."""
     slots = slots[part]
     inside = (slots >= 0) & (slots < cache.shape[0] * page_size)
     if lengths is not None:
         inside &= torch.arange(slots.shape[1], device=slots.device) < lengths[part].unsqueeze(-1)
     distinct, place = slots[inside].unique(return_inverse=True)  # neighbours share most of their window
-    table = numerics.round_bf16(read_rows(cache, distinct, KVLayout.parse(layout), page_size))
+    table = read_rows(cache, distinct, KVLayout.parse(layout), page_size)  # a stored number is exact in bf16
     for mine in place.split(inside.sum(-1).tolist()):
         yield table[mine]
