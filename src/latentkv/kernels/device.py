@@ -57,6 +57,12 @@ def bits_float(bits):
 
 
 @triton.jit
+def negated(x):
+    """-x, also of zeros: Triton's minus is 0 - x."""
+    return bits_float(float_bits(x) ^ -2147483648)
+
+
+@triton.jit
 def bf16_bits(x):
     """bf16 bits (as int32) of fp32 values, to nearest even; a NaN keeps its upper bits."""
     bits = float_bits(x).to(tl.uint32, bitcast=True)
@@ -179,6 +185,16 @@ def store_pairs(at, step, pair, re, im, mask, dtype: tl.constexpr, WORDS: tl.con
     else:
         tl.store(at + step + 2 * pair, to_dtype(re, dtype), mask=mask)
         tl.store(at + step + 2 * pair + 1, to_dtype(im, dtype), mask=mask)
+
+
+@triton.jit
+def store_bf16_words(at, step, pair, word, mask, WORDS: tl.constexpr):
+    """Store pairs given as `join_bf16`'s words; arguments as in `load_pairs`."""
+    if WORDS:
+        tl.store(at + step + pair, word, mask=mask)
+    else:
+        tl.store(at + step + 2 * pair, word.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(at + step + 2 * pair + 1, (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
 
 
 # --- e4m3 and ue8m0 ---------------------------------------------------------------------------------------------------
@@ -501,7 +517,7 @@ def _on_grid(quotient, scale, bad, NARROW: tl.constexpr):
         code = e2m1_compare(tl.abs(quotient))
     value = e2m1_decode(code) * scale
     # a -0 quotient counts as +0, a negative one that rounds to zero becomes -0
-    return tl.where(bad[:, :, None], float("nan"), tl.where(quotient < 0, -value, value))
+    return tl.where(bad[:, :, None], float("nan"), tl.where(quotient < 0, negated(value), value))
 
 
 # --- norm and rotation ------------------------------------------------------------------------------------------------

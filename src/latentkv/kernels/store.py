@@ -321,11 +321,13 @@ def store_rows_kernel(
         scale = dev.rsqrt_rn(total * (1.0 / 512) + eps)
         both = tl.reshape(tl.broadcast_to(scale[None, :], [2, ROWS]), [2 * ROWS])[:, None]
         re, im = re * both * weight_re, im * both * weight_im
-        if ROUND:
+        if LATENT:
+            word = dev.join_bf16(re, im, CAST)
+            to, step = dev.pair_pointer(out, OUT_WORDS), (piece_row * out_stride)[:, None]
+            dev.store_bf16_words(to, step, pair, word, piece_live[:, None], OUT_WORDS)
+            re, im = dev.split_bf16(word)
+        elif ENCODING != "v4":
             re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
-    if LATENT:
-        to, step = dev.pair_pointer(out, OUT_WORDS), (piece_row * out_stride)[:, None]
-        dev.store_pairs(to, step, pair, re, im, piece_live[:, None], tl.bfloat16, OUT_WORDS, CAST)
     if SETTLE_NAN:
         re, im = dev.settle_nan(re), dev.settle_nan(im)
     write_pairs(
@@ -454,7 +456,7 @@ def rope_fake_quant_kernel(
     table = dev.pair_pointer(freqs, FREQ_WORDS)
     cos, sin = dev.load_pairs(table, (at * freqs_stride)[:, None], pair - FIRST, turned, tl.float32, FREQ_WORDS)
     if INVERSE:
-        sin = -sin
+        sin = dev.negated(sin)
     turned_re, turned_im = dev.rotate(re, im, cos, sin)
     turned_re, turned_im = dev.round_pairs(turned_re, turned_im, tl.bfloat16, CAST)
     re, im = tl.where(turned, turned_re, re), tl.where(turned, turned_im, im)
