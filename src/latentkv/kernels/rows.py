@@ -164,14 +164,14 @@ def read_pairs(
             re, im = tl.where(pair >= 224, tail_re, re), tl.where(pair >= 224, tail_im, im)
     else:
         byte = tl.load(cache + data + step + pair, mask=mask, other=0).to(tl.int32)
-        GROUPS: tl.constexpr = 32 if ENCODING == "v41_fp4" else 16
-        scale = tl.load(scales + tl.arange(0, GROUPS)[None, :], mask=mask, other=0).to(tl.int32)
+        COUNT: tl.constexpr = 32 if ENCODING == "v41_fp4" else 16
+        scale = tl.load(scales + tl.arange(0, COUNT)[None, :], mask=mask, other=0).to(tl.int32)
         if ENCODING == "v41_fp4":
             scale = dev.e4m3_decode(scale)[:, :, None]
         else:
             scale = dev.ue8m0_decode(scale)[:, :, None]
-        re = tl.reshape(dev.e2m1_decode(byte & 0xF), [ROWS, GROUPS, 256 // GROUPS]) * scale
-        im = tl.reshape(dev.e2m1_decode(byte >> 4), [ROWS, GROUPS, 256 // GROUPS]) * scale
+        re = tl.reshape(dev.e2m1_decode(byte & 0xF), [ROWS, COUNT, 256 // COUNT]) * scale
+        im = tl.reshape(dev.e2m1_decode(byte >> 4), [ROWS, COUNT, 256 // COUNT]) * scale
         re, im = tl.reshape(re, [ROWS, 256]), tl.reshape(im, [ROWS, 256])
     return tl.where(mask, re, 0.0), tl.where(mask, im, 0.0)
 

@@ -176,8 +176,9 @@ def index_logits(
         ValueError, TypeError: bad shapes, strides or dtypes.
 
     Bit contract, for every path: a group's dot product of 32 values is exact (a multiple of 1/4 below 1153 in units of
-    its two scales), the four are added as ((g0 + g1) + g2) + g3, then relu, then the product with the weight. The heads,
-    padded with zeros to a power of two, are summed by adding the upper half to the lower until one is left, then +0.
+    its two scales), the four are added as ((g0 + g1) + g2) + g3, then relu, then the product with the weight. The
+    heads, padded with zeros to a power of two, are summed by adding the upper half to the lower until one is left, then
+    +0.
     Each of these is one fp32 rounding, nothing is contracted. It holds while no group's dot leaves fp32's normal range:
     always for what this library's writers store below 2^60.
 
