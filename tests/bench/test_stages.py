@@ -72,6 +72,16 @@ def test_store_counts_the_bytes_of_its_docstring():
     assert by_name["load_kv v4 65536"].bytes == 65536 * (583 + 8 + 1024)
 
 
+def test_compress_counts_the_bytes_of_its_docstring():
+    by_name = {case.name: case for case in load_stage("compress").cases()}
+    assert by_name["compress1 v41 256"].bytes == 256 * (1024 + 16 + 256 + 1024 + 528) + 1024
+    pair = 256 + 1024 + 288
+    assert by_name["compress2 v41_fp4 decode 1"].bytes == 2 * 4096 + 24 + pair + 1024
+    assert by_name["compress2 v41_fp4 decode 64"].bytes == 64 * (4096 + 24) + 32 * 2 * 4096 + 32 * pair + 1024
+    assert by_name["compress2 v41_fp4 verify 1536"].bytes == 1536 * 4120 + (768 + 128) * 4096 + 768 * pair + 1024
+    assert by_name["compress2_prefill v41_fp4 prefill 8192"].bytes == 8192 * 4120 + 16 * 4096 + 4096 * pair + 1024
+
+
 def test_store_measures_the_main_layouts_at_every_size_and_the_others_once():
     cases = load_stage("store").cases()
     sizes = [case.size for case in cases if case.op == "load_kv" and case.variant == "v41"]

@@ -60,11 +60,11 @@ def compress2(
     draft_len: int,
     out: Tensor,
 ) -> None:
-    """Launch `pool_rows_kernel`, whose programs park or pool: one launch.
+    """Launch `pool_rows_kernel`, whose programs park or pool, in any order.
 
-    A request's rows hold consecutive positions p .. p + draft_len - 1. State is read for a position q odd, at q - 1, and
-    written for even ones of the same rows, so between a write and a read lie 2 .. draft_len positions in either
-    direction, or none and then the row before is read instead: with ring > draft_len they never share a slot.
+    A request's rows hold consecutive positions. One at an odd position q reads the state of q - 1 where no row of this
+    call holds q - 1, and rows at even positions write theirs: at most draft_len apart and never equal, so that with
+    ring > draft_len they are different state rows.
     """
     _pool_rows(
         rows, state, weight, cache, raw_slots, positions, requests, freqs, eps, layout, page_size, ring, out,
@@ -92,7 +92,7 @@ def compress2_prefill(
     """Launch `pool_rows_kernel`, then `park_rows_kernel`: a chunk may read and write the same state row."""
     _pool_rows(
         rows, state, weight, cache, raw_slots, positions, requests, freqs, eps, layout, page_size, ring, out,
-        draft_len=rows.shape[0], prefill=True,
+        draft_len=1 << 30, prefill=True,
     )  # fmt: skip
     count, chunks = rows.shape[0], first_row.shape[0]
     if count == 0 or chunks == 0:
@@ -186,8 +186,8 @@ def _pool_rows(
 
 
 def _pool_warps(count: int) -> int:
-    """Warps of a pooling program: few rows are bound by one row's latency, many by the work of all warps."""
-    return 4 if count <= 1024 else 1
+    """Warps of a pooling program: few rows wait for the work of one, many for that of all. Bits are the same."""
+    return 4 if count <= 2048 else 1
 
 
 def pool_pairs(
@@ -244,7 +244,7 @@ def pool_pairs(
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["holders", "eps", "capacity", "max_positions", "draft_len"])
+@triton.jit(do_not_specialize=["holders", "eps", "capacity", "max_positions"])
 def pool_rows_kernel(
     rows,
     rows_stride,
@@ -290,6 +290,13 @@ def pool_rows_kernel(
     """
     dev.begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
+    # four pieces of 64 pairs, so that the norm sums alike however many warps share them
+    first = tl.arange(0, 4) * 64
+    pair = first[:, None] + tl.arange(0, 64)[None, :]
+    at = dev.pair_pointer(rows, ROW_WORDS)
+    held = dev.pair_pointer(state, ROW_WORDS)
+    if not PREFILL:
+        kv_re, kv_im, score_re, score_im = load_token(at + row * rows_stride, pair, ROW_WORDS)
     chained = tl.program_id(0) % draft_len != 0
     position = tl.load(positions + row * positions_stride).to(tl.int64)
     request = tl.load(requests + row * requests_stride).to(tl.int64)
@@ -305,12 +312,7 @@ def pool_rows_kernel(
     if PREFILL:
         if (active & odd) == 0:
             return
-    # four pieces of 64 pairs, so that the norm sums alike however many warps share them
-    first = tl.arange(0, 4) * 64
-    pair = first[:, None] + tl.arange(0, 64)[None, :]
-    at = dev.pair_pointer(rows, ROW_WORDS)
-    held = dev.pair_pointer(state, ROW_WORDS)
-    kv_re, kv_im, score_re, score_im = load_token(at + row * rows_stride, pair, ROW_WORDS)
+        kv_re, kv_im, score_re, score_im = load_token(at + row * rows_stride, pair, ROW_WORDS)
     if active & odd:
         parked = held + (request * RING + ((position - 1) & (RING - 1))) * state_stride
         partner = tl.where(chained, at + (row - 1) * rows_stride, parked)
@@ -328,9 +330,9 @@ def pool_rows_kernel(
         im = pool(first_kv_im, kv_im, first_score_im, score_im)
         re, im = dev.round_pairs(re, im, tl.bfloat16, CAST)
         scale = dev.rsqrt_rn(sum_pieces(re * re + im * im) * (1.0 / 512) + eps)
-        re, im = dev.round_pairs(re * scale * weight_re, im * scale * weight_im, tl.bfloat16, CAST)
-        to = dev.pair_pointer(out, OUT_WORDS)
-        dev.store_pairs(to, row * out_stride, pair, re, im, pair >= 0, tl.bfloat16, OUT_WORDS, CAST)
+        word = dev.join_bf16(re * scale * weight_re, im * scale * weight_im, CAST)
+        dev.store_bf16_words(dev.pair_pointer(out, OUT_WORDS), row * out_stride, pair, word, pair >= 0, OUT_WORDS)
+        re, im = dev.split_bf16(word)
         turned_re, turned_im = dev.rotate(re, im, cos, sin)
         turned_re, turned_im = dev.round_pairs(turned_re, turned_im, tl.bfloat16, CAST)
         re, im = tl.where(rotated, turned_re, re), tl.where(rotated, turned_im, im)
@@ -501,21 +503,26 @@ _STRIDES = ("state_stride", "kv_stride", "score_stride", "state_kv_stride", "sta
 
 def _cases() -> list[TargetCase]:
     cases = []
+    normed = {"NORM": True, "ROTATE": True, "BY_POSITION": True, "QUERY": False, "LATENT": True, "NARROW": 8}
     for variant in DEVICE_VARIANTS:
+
+        def add(kernel: Any, label: str, warps: int, types: dict[str, str], **numbers: Any) -> None:
+            cases.append(case_of(kernel, label, variant, warps, types, _STRIDES, **ALL_WORDS, **numbers))  # noqa: B023
+
         for layout in (KVLayout.V4, KVLayout.V41, KVLayout.V41_FP4, KVLayout.V41_MXFP4, KVLayout.BF16):
             where = layout_constants(layout, 256)
             for count in (1, 65536):
-                tile, warps = write_tile(count, True)
-                flags = {"NORM": True, "ROTATE": True, "BY_POSITION": True, "QUERY": False, "LATENT": True,
-                         "NARROW": 8, "QUERY_TAILS": 8}  # fmt: skip
-                flags = {**flags, **ALL_WORDS, **where}
-                cases.append(case_of(store_rows_kernel, f"compress1 {layout} x{tile}", variant, warps, ROWS=tile, **flags))
-            for name, count in (("compress2", 1), ("compress2_prefill", 65536)):
-                flags = {"RING": 2, "PREFILL": name == "compress2_prefill", **ALL_WORDS, **where}
-                label, warps = f"{name} {layout}", _pool_warps(count)
-                cases.append(case_of(pool_rows_kernel, label, variant, warps, _TYPES, _STRIDES, **flags))
-        cases.append(case_of(park_rows_kernel, "park", variant, 1, _TYPES, _STRIDES, RING=2, **ALL_WORDS))
-        cases.append(case_of(pool_pairs_kernel, "pool_pairs", variant, 4, _TYPES, _STRIDES, RING=2, **ALL_WORDS))
+                tile, warps = write_tile(count, True, True)
+                numbers = {"ROWS": tile, "QUERY_TAILS": 8, **normed, **where}
+                add(store_rows_kernel, f"compress1 {layout} x{tile}", warps, {}, **numbers)
+            for label, count, numbers in (
+                ("compress2 decode", 1, {"RING": 2, "PREFILL": False, "draft_len": 1}),
+                ("compress2 verify", 2048, {"RING": 8, "PREFILL": False}),
+                ("compress2_prefill", 65536, {"RING": 2, "PREFILL": True}),
+            ):
+                add(pool_rows_kernel, f"{label} {layout}", _pool_warps(count), _TYPES, **numbers, **where)
+        add(park_rows_kernel, "park", 1, _TYPES, RING=2)
+        add(pool_pairs_kernel, "pool_pairs", 4, _TYPES, RING=2)
     return cases
 
 

@@ -46,8 +46,8 @@ def norm_rope_store_kv(
 ) -> None:
     """Launch `store_rows_kernel` with norm and rotation; programs behind the rows' rotate the query."""
     kind = KVLayout.parse(layout)
-    extra = {"positions": positions, "weight": weight, "eps": eps, "query": query}
-    launch_store_rows(rows, cache, slots, kind, page_size, freqs=freqs, **extra)
+    normed: dict[str, Any] = {"positions": positions, "weight": weight, "eps": eps, "query": query}
+    launch_store_rows(rows, cache, slots, kind, page_size, freqs=freqs, **normed)
 
 
 def launch_store_rows(
@@ -69,7 +69,7 @@ def launch_store_rows(
     if count == 0:
         return
     heads = query.shape[1] if query is not None else 0
-    tile, warps = write_tile(count, weight is not None)
+    tile, warps = write_tile(count, weight is not None, latents is not None)
     row_programs, tails = triton.cdiv(count, tile), QUERY_TAILS * warps
     # arguments that the constexprs keep from being read point at something valid
     table = freqs if freqs is not None else rows
@@ -126,12 +126,14 @@ def launch_store_rows(
         )
 
 
-def write_tile(count: int, normed: bool) -> tuple[int, int]:
+def write_tile(count: int, normed: bool, latent: bool) -> tuple[int, int]:
     """Rows a program writes and its warps; fastest of 9 shapes on one H200 (2026-12-01), bits do not depend on it."""
     if count <= 1024:
         return 1, 1
     if count <= 4096:
         return 2, 2
+    if latent:
+        return 8, 2  # 128 registers a lane
     return (16, 4) if normed else (4, 2)
 
 
@@ -488,7 +490,7 @@ def case_of(
     strides: tuple[str, ...] = (),
     **constexprs: Any,
 ) -> TargetCase:
-    """A case of a kernel whose arguments are named as here or typed by `types`; constexprs that it lacks are dropped."""
+    """A case of a kernel, its arguments typed by their names or by `types`; constexprs that it lacks are dropped."""
     constexprs = {k: v for k, v in {**constexprs, **variant["constexprs"]}.items() if k in kernel.arg_names}
     types = {**_POINTERS, "eps": "fp32", **(types or {})}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
@@ -503,7 +505,7 @@ def _cases() -> list[TargetCase]:
         for variant in DEVICE_VARIANTS:
             for name, normed in (("store", False), ("norm_rope_store", True)):
                 for count in (1, 65536) if layout.element.bits == 4 else (65536,):
-                    tile, warps = write_tile(count, normed)
+                    tile, warps = write_tile(count, normed, False)
                     flags = {"NORM": normed, "ROTATE": normed, "BY_POSITION": normed, "QUERY": normed, "LATENT": False,
                              "NARROW": 0 if normed and layout == KVLayout.V4 else 8}  # fmt: skip
                     numbers = {"ROWS": tile, "QUERY_TAILS": QUERY_TAILS * warps, **flags, **ALL_WORDS, **where}

@@ -288,6 +288,7 @@ define(
     "str layout, int page_size, Tensor(b!) out) -> ()",
     reference.compress1,
     lambda *args: None,
+    kernel="compress1",
 )
 define(
     "compress",
@@ -296,6 +297,7 @@ define(
     "-> ()",
     reference.compress2,
     lambda *args: None,
+    kernel="compress2",
 )
 define(
     "compress",
@@ -304,6 +306,7 @@ define(
     "int page_size, int ring, Tensor(c!) out) -> ()",
     reference.compress2_prefill,
     lambda *args: None,
+    kernel="compress2_prefill",
 )
 define(
     "compress",
@@ -315,4 +318,5 @@ define(
         torch.empty_like(positions),
         torch.empty_like(slots),
     ),
+    kernel="pool_pairs",
 )
