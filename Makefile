@@ -29,8 +29,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/latentkv generate 'def quicksort(items):' --tokens 96
-	$(BIN)/latentkv eval
+	$(BIN)/latentkv generate 'import os, sys' --tokens 160
+	$(BIN)/latentkv eval --windows 1
 
 lint: setup
 	$(BIN)/ruff check .

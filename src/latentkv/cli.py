@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from latentkv._text import one_line
@@ -107,16 +107,18 @@ def generate(
     stream = events(
         model, text, max_tokens=tokens, sampling=sampling, window_layout=window_layout, row_layout=row_layout
     )
-    summary = None
-    if not as_json:
-        _write(text)
+    summary, streaming = None, False
     with _progress("prefill") as (bar, task):
         for event in stream:
             summary = event.summary or summary
             bar.update(task, description=event.phase, completed=event.done, total=event.total)
-            if not as_json and event.text:
-                bar.stop()  # the text itself shows how far it is
-                _write(event.text)
+            if as_json or event.phase == "prefill":
+                continue
+            if not streaming:  # from here on the text itself shows how far it is
+                streaming = True
+                bar.stop()
+                _write(text)
+            _write(event.text)
     assert summary is not None  # the last event has it
     if as_json:
         _print_json({"prompt": text, **summary.to_dict()})
@@ -178,7 +180,7 @@ def evaluate(
         title=f"{report.source}: {report.windows} contexts of up to {report.context} bytes, top {report.topk}"
     )
     table.add_column("window + rows", no_wrap=True)
-    for name in ("bits/byte", "difference", "bytes/token", "window bytes", "same picks", "seconds"):
+    for name in ("bits/byte", "change", "B/token", "window B", "same picks", "s"):
         table.add_column(name, justify="right")
     for row in report.rows:
         same = "" if row.agreement is None else f"{100 * row.agreement:.1f} %"
@@ -385,7 +387,7 @@ def _progress(description: str, total: int | None = None) -> Iterator[tuple[Prog
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}" if total else "{task.completed:.0f}"),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
         transient=True,

@@ -5,7 +5,9 @@ import json
 import sys
 
 import pytest
+from rich.console import Console
 
+from latentkv import cli
 from latentkv.model import ModelConfig, save_checkpoint
 from latentkv.model.weights import init_weights
 
@@ -34,6 +36,17 @@ def test_generate_streams_the_prompt_and_what_follows(command, checkpoint):
     assert told["prompt_tokens"] == 4
     assert 0 < told["new_tokens"] <= 6
     assert (told["window_layout"], told["row_layout"]) == ("v41", "v41_fp4")
+
+
+def test_progress_bar_never_erases_the_text(command, checkpoint, monkeypatch):
+    screen = io.StringIO()  # a terminal shows both streams
+    monkeypatch.setattr(cli, "_stderr", lambda: Console(file=screen, force_terminal=True))
+    monkeypatch.setattr(cli, "_write", screen.write)
+    assert command("generate", "abc", "--tokens", "3", "--checkpoint", checkpoint, "--device", "cpu").code == 0
+    bar, text = screen.getvalue().split("abc", 1)
+    assert "prefill" in bar
+    assert "\x1b[2K" in bar
+    assert "\x1b[2K" not in text
 
 
 def test_generate_depends_on_its_seed_alone(command, checkpoint):

@@ -48,7 +48,8 @@ class Requests:
     def __post_init__(self) -> None:
         pages = len(self.first) * self.room // 2 // PAGE + 1
         self.cache = lk.new_kv_cache(self.layout, pages, PAGE, device=self.device)
-        self.state = torch.full((len(self.first) * self.ring, 1024), 7.0, device=self.device)
+        self.state = torch.full((len(self.first) * self.ring, 1024), 8.0, device=self.device)
+        self.state[:, 512:] = 0.0  # what a row reads that was never parked pools exactly, too
         self.position = torch.tensor(self.first)
 
     def block(self, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,11 @@ def test_partials_cover_512_columns_each_and_sum_to_the_logits(backend, width, e
     assert torch.equal(lk.router_logits(x, w), total)
 
 
-@pytest.mark.parametrize("op", [lk.linear_fp32, lk.router_logits, lambda x, w: lk.head_weights(x, w, 0.0883)], ids=str)
+@pytest.mark.parametrize(
+    "op",
+    [lk.linear_fp32, lk.router_logits, lambda x, w: lk.head_weights(x, w, 0.0883)],
+    ids=["linear_fp32", "router_logits", "head_weights"],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_rows_bits_do_not_depend_on_the_batch(backend, op, dtype):
     x, w = (t.to(backend.device) for t in inputs(64, 1024, 32, dtype))
@@ -87,9 +91,9 @@ def test_strided_rows_and_no_rows(backend):
         (torch.zeros(8, 2).bfloat16().T, torch.zeros(4, 8), ValueError),
         (torch.zeros(2, 8).bfloat16(), torch.zeros(4, 8, dtype=torch.float16), TypeError),
     ],
-    ids=str,
+    ids=["fp32 rows", "widths differ", "one row", "transposed", "fp16 weights"],
 )
-@pytest.mark.parametrize("op", [lk.linear_fp32, lk.router_partials, lk.router_logits], ids=str)
+@pytest.mark.parametrize("op", [lk.linear_fp32, lk.router_partials, lk.router_logits], ids=lambda op: op.__name__)
 def test_bad_operands_raise(op, x, w, error):
     with pytest.raises(error):
         op(x, w)
