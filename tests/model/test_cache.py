@@ -81,11 +81,11 @@ def test_tables_of_both_ratios_lead_to_the_same_tokens(config: ModelConfig):
         slots += step.raw_slots.tolist()
     # key j of ratio r stands at table[j // 64] * 64 + j % 64, and so does the row, in pages of 128 / r
     for ratio in (1, 2):
-        table = step.tables[ratio][0].tolist()
+        table = step.tables[ratio][request].tolist()
         for j in range(300 // ratio):
             assert table[j // 64] * 64 + j % 64 == slots[j * ratio] // ratio
         assert step.lengths[ratio].tolist() == [(t + 1) // ratio for t in range(240, 300)]
-        assert step.longest[ratio] == 300 // ratio
+        assert step.widths[ratio] == 300 // ratio
     assert step.pair_slots.tolist() == [slots[t] // 2 if t % 2 else -1 for t in range(240, 300)]
 
 
@@ -96,12 +96,13 @@ def test_steps_of_several_requests_are_laid_out_in_order(config: ModelConfig):
     step = cache.plan([(second, [1, 2]), (first, torch.tensor([3, 4, 5]))])
     assert step.tokens.tolist() == [1, 2, 3, 4, 5]
     assert step.positions.tolist() == [5, 6, 0, 1, 2]
-    assert step.table_rows.tolist() == [0, 0, 1, 1, 1]
+    assert step.requests.tolist() == [second, second, first, first, first]
     assert step.first_rows.tolist() == [0, 2]
     assert step.row_counts.tolist() == [2, 3]
     assert step.last_rows.tolist() == [1, 4]
-    assert not step.decode
-    assert cache.plan([(first, [1]), (second, [1])]).decode
+    assert step.rows == 0
+    step = cache.plan([(first, [1]), (second, [1])])
+    assert (step.rows, step.last_rows.tolist()) == (1, [0, 1])
 
 
 def test_bytes_per_token_are_those_of_the_layouts(config: ModelConfig):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor
 import latentkv as lk
 from latentkv.layout import INDEX_DIM, LATENT_DIM, IndexQueryLayout
 from latentkv.model import layers
-from latentkv.model.cache import INDEX_PAGE_ROWS, PAGE_TOKENS, PAIR_RING, WINDOW_PAGE_ROWS, ModelCache, Step
+from latentkv.model.cache import INDEX_PAGE_ROWS, PAGE_TOKENS, WINDOW_PAGE_ROWS, ModelCache, Step
 from latentkv.model.config import Mode, ModelConfig, Role, rope_table
 from latentkv.model.weights import Weights
 
@@ -49,15 +50,20 @@ class PagedModel:
         config: dimensions.
         weights: of `load_checkpoint`, on the device to run on.
         index_topk: overrides the config's count of selected rows.
+        exact: whether the linear layers are summed in fp64, so that a row does not depend on its batch; on a CPU by
+            default. Otherwise bf16 operands leave the sums to the device.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, index_topk: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, *, index_topk: int | None = None, exact: bool | None = None
+    ) -> None:
         self.config = config
         self.topk = index_topk or config.index_topk
         self.device = weights["embed"].device
-        # on a CPU fp64 sums make a row independent of its batch, and cost little beside the ops
-        self._math = torch.float64 if self.device.type == "cpu" else torch.bfloat16
-        self._hc_math = torch.float64 if self.device.type == "cpu" else torch.float32
+        # on a CPU fp64 sums cost little beside the ops
+        self.exact = self.device.type == "cpu" if exact is None else exact
+        self._math = torch.float64 if self.exact else torch.bfloat16
+        self._hc_math = torch.float64 if self.exact else torch.float32
         self._weights = dict(weights)
         self._wide = {n: w.to(self._math) for n, w in weights.items() if w.dim() >= 2 and w.dtype == torch.bfloat16}
         self._freqs = {kind: rope_table(config, kind).to(self.device) for kind in (0, 1)}
@@ -105,13 +111,16 @@ class PagedModel:
 
     @torch.no_grad()
     def run(self, cache: ModelCache, step: Step, *, all_logits: bool = False, picks: Picks | None = None) -> Tensor:
-        """Run a planned step; see `step`."""
+        """Run a planned step; see `step`.
+
+        Nothing in it looks at a value of a tensor, so that it can be captured where every op has a kernel.
+        """
         with _one_thread(self.device):
             return self._run(cache, step, all_logits, picks)
 
     def _run(self, cache: ModelCache, step: Step, all_logits: bool, picks: Picks | None) -> Tensor:
         config, weights = self.config, self._weights
-        residual = weights["embed"][step.tokens].unsqueeze(1).repeat(1, config.streams, 1)
+        residual = weights["embed"].index_select(0, step.tokens).unsqueeze(1).repeat(1, config.streams, 1)
         read = torch.zeros(step.tokens.shape[0], config.streams, device=self.device)
         read[:, 0] = 1.0
         published = _Published()
@@ -138,7 +147,9 @@ class PagedModel:
         if not all_logits:
             residual, read = residual[step.last_rows], read[step.last_rows]
         x = layers.norm(layers.hc_read(residual, read), weights["norm"], config.norm_eps)
-        return F.linear(x.to(self._math), self._wide["head"]).float()
+        if self.exact:
+            return F.linear(x.to(self._math), self._wide["head"]).float()
+        return lk.linear_fp32(x, weights["head"])
 
     def _project(self, x: Tensor, name: str) -> Tensor:
         return layers.project(x, self._wide[name], self._math)
@@ -203,18 +214,13 @@ class PagedModel:
         else:
             rows, slots = lk.linear_fp32(x, weights[p + "compress.wkv"]), step.pair_slots
             shared = (rows, cache.pairs[layer], norm, pages, step.raw_slots, step.positions, step.requests, freqs)
-            if step.decode:
-                latent = lk.compress2(*shared, eps=eps, layout=layout, page_size=page_size, ring=PAIR_RING)
+            form: dict[str, Any] = {"eps": eps, "layout": layout, "page_size": page_size, "ring": cache.pair_ring}
+            if step.rows:
+                latent = lk.compress2(*shared, draft_len=step.rows, **form)
             else:
-                latent = lk.compress2_prefill(
-                    *shared,
-                    step.first_rows,
-                    step.row_counts,
-                    eps=eps,
-                    layout=layout,
-                    page_size=page_size,
-                    ring=PAIR_RING,
-                )
+                assert step.first_rows is not None
+                assert step.row_counts is not None
+                latent = lk.compress2_prefill(*shared, step.first_rows, step.row_counts, **form)
         lk.store_index_key(
             self._project(latent, p + "index.wk"),
             weights[p + "index.k_norm"],
@@ -255,8 +261,9 @@ class PagedModel:
             cache.keys[role.kv_source],
             table,
             lengths,
-            max_len=max(step.longest[role.ratio], 1),
-            row_to_batch=step.table_rows,
+            max_len=step.widths[role.ratio],
+            fill=False,  # nothing reads past a row's length
+            row_to_batch=step.requests,
         )
         if role.mode is Mode.REINDEX:
             assert published.candidates is not None
@@ -268,7 +275,7 @@ class PagedModel:
                 block_size=config.candidate_block_size,
                 page_table=table,
                 page_size=INDEX_PAGE_ROWS,
-                row_to_batch=step.table_rows,
+                row_to_batch=step.requests,
             )
         else:
             positions, slots = lk.select_topk(
@@ -277,7 +284,7 @@ class PagedModel:
                 self.topk,
                 page_table=table,
                 page_size=INDEX_PAGE_ROWS,
-                row_to_batch=step.table_rows,
+                row_to_batch=step.requests,
             )
         if role.publishes_candidates:
             published.candidates = lk.select_blocks(
