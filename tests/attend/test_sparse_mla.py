@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import latentkv as lk
-from latentkv.reference import attend as reference
 from tests.attend.cases import HEADS, PAIRS, Pool, angle_table, assert_matches, expected, queries
 
 INF = math.inf
@@ -348,22 +347,27 @@ def test_a_querys_bits_do_not_depend_on_the_batch(backend, heads):
         assert same_bits((whole[0][t], whole[1][t]), (alone[0][0], alone[1][0]))
 
 
-def test_on_the_cpu_skipped_slots_change_no_bit():
-    pool = Pool.random(40, "v41", 32, torch.device("cpu"), seed=1)
-    query, slots = queries(2, 3, pool.cache.device), pool.pick(2, 30, 1, holes=0)
-    wide = torch.full((2, 77), -1, dtype=torch.int32)
-    wide[:, torch.randperm(77, generator=torch.Generator().manual_seed(0))[:30].sort().values] = slots
-    assert same_bits(lk.sparse_mla(query, pool.rows(slots)), lk.sparse_mla(query, pool.rows(wide)))
-
-
-def test_on_the_cpu_a_large_batch_goes_through_in_chunks(monkeypatch):
-    pool = Pool.random(40, "v41", 32, torch.device("cpu"), seed=1)
-    query, rows = queries(9, 2, pool.cache.device), pool.rows(pool.pick(9, 30, 1))
-    whole = lk.sparse_mla(query, rows)
-    monkeypatch.setattr(reference, "CHUNK_ROWS", 60)  # two tokens a chunk
-    assert same_bits(whole, lk.sparse_mla(query, rows))
-    monkeypatch.setattr(reference, "CHUNK_ROWS", 1)
-    assert same_bits(whole, lk.sparse_mla(query, rows))
+@pytest.mark.parametrize("splits", [2, 3, 5, 64])
+def test_splits_of_any_number_match_the_oracle(backend, splits):
+    """Parts without a block, without a valid row, and in both caches."""
+    window = Pool.random(40, "v41", 32, backend.device, seed=1)
+    extra = Pool.random(40, "v41_fp4", 16, backend.device, seed=2)
+    query, sink = queries(4, 3, backend.device), torch.tensor([0.5, -2.0, 3.0], device=backend.device)
+    slots, more = window.pick(4, 70, 1), extra.pick(4, 100, 2)
+    slots[2], more[2, :64] = -1, -1
+    lengths, more_lengths = torch.tensor([70, 0, 9, 33]), torch.tensor([100, 0, 100, 3])
+    table, positions = angle_table(4, backend.device), torch.arange(4, device=backend.device)
+    got = lk.sparse_mla(
+        query, window.rows(slots, lengths), extra.rows(more, more_lengths),
+        sink=sink, inverse_rope=(table, positions), splits=splits,
+    )  # fmt: skip
+    want = expected(query, (window, slots, lengths), (extra, more, more_lengths), sink=sink, angles=table)
+    assert_matches(backend, got, want)
+    alone = lk.sparse_mla(
+        query[3:], window.rows(slots[3:], lengths[3:]), extra.rows(more[3:], more_lengths[3:]),
+        sink=sink, inverse_rope=(table, positions[3:]), splits=splits,
+    )  # fmt: skip
+    assert same_bits((got[0][3:], got[1][3:]), alone)
 
 
 def test_strided_queries_slots_and_lengths_are_read_as_strided(backend):

@@ -102,6 +102,12 @@ def wave_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
+@lru_cache(maxsize=64)
+def is_rdna(device: torch.device) -> bool:
+    """Whether the device is an AMD GPU with 32 lanes a wave; only launch choices may ask."""
+    return torch.version.hip is not None and wave_size(device) == 32
+
+
 def narrow(dtype: torch.dtype) -> int:
     """Significant bits of a dtype whose values the short encoders take exactly; 0 for fp32."""
     return {torch.bfloat16: 8, torch.float16: 11}.get(dtype, 0)

@@ -160,7 +160,11 @@ def read_pairs(
         re, im = tl.reshape(re, [ROWS, 256]), tl.reshape(im, [ROWS, 256])
         if ENCODING == "v4":
             at = cache + (page * page_stride + offset * DATA_STEP - 448)[:, None] + 4 * pair
-            tail_re, tail_im = dev.split_bf16(_load_bytes(at, mask & (pair >= 224), 4))
+            if PAGE_WORDS:
+                tail = tl.load(at.to(tl.pointer_type(tl.int32)), mask=mask & (pair >= 224), other=0)
+            else:
+                tail = _load_bytes(at, mask & (pair >= 224), 4)
+            tail_re, tail_im = dev.split_bf16(tail)
             re, im = tl.where(pair >= 224, tail_re, re), tl.where(pair >= 224, tail_im, im)
     else:
         byte = tl.load(cache + data + step + pair, mask=mask, other=0).to(tl.int32)

@@ -13,6 +13,7 @@ from latentkv.ops._library import define
 from latentkv.reference import attend as reference
 
 MAX_HEADS = 128
+MAX_SPLITS = 64
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -61,6 +62,7 @@ def sparse_mla(
     sink: Tensor | None = None,
     inverse_rope: tuple[Tensor, Tensor] | None = None,
     empty_lse: float = float("-inf"),
+    splits: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attend from every query head to the window rows and the extra rows in one softmax; a row is key and value.
 
@@ -74,6 +76,8 @@ def sparse_mla(
             `[T]`. The last 64 output values are rotated back by their query's position; one outside the table reads
             row 0.
         empty_lse: lse of a query without a valid row: -inf, so that partials merge, or +inf as FlashMLA has it.
+        splits: on a GPU, into how many parts, 1 to 64, each query's rows are cut for programs of their own, whose
+            results are merged. A few queries alone do not fill a GPU; more parts do.
 
     Returns:
         out bf16 `[T, H, 512]`, zero where a query has no valid row, and lse fp32 `[T, H]`, the natural logarithm of the
@@ -85,8 +89,9 @@ def sparse_mla(
 
     Rows are read as bf16. Scores, softmax and the weighted sum are fp32 in the reference; kernels may round the
     probabilities to bf16. The fp32 output is normalized, rotated back and only then rounded. A skipped slot's bytes
-    are never used; a NaN in a valid row makes the out and lse of the queries that attend to it NaN, and no others. On
-    the CPU a query's result does not depend on the batch, nor on skipped slots, in any bit.
+    are never used; a NaN in a valid row makes the out and lse of the queries that attend to it NaN, and no others. A
+    query's result does not depend on the batch in any bit; on a GPU it depends on `splits`, on the CPU not even on
+    skipped slots.
 
     Semantics: FlashMLA's sparse decoding with an extra cache and an attention sink, DeepSeek-V4 and V4.1.
     """
@@ -101,10 +106,12 @@ def sparse_mla(
     if sink is not None:
         sink = checks.tensor("sink", sink, (heads,), (F32,), device)
     freqs, positions = _check_rope(inverse_rope, tokens, device)
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits: {splits} given, 1 to {MAX_SPLITS} accepted")
     if abs(empty_lse) != float("inf"):
         raise ValueError(f"empty_lse: {empty_lse} given, -inf or inf accepted")
     return torch.ops.latentkv.sparse_mla(
-        query, *_flat(window), *_flat(extra), float(scale), sink, freqs, positions, float(empty_lse)
+        query, *_flat(window), *_flat(extra), float(scale), sink, freqs, positions, float(empty_lse), splits
     )
 
 
@@ -185,14 +192,16 @@ define(
     "attend",
     "sparse_mla(Tensor query, Tensor window, Tensor window_slots, Tensor? window_lengths, str window_layout, "
     "int window_page_size, Tensor? extra, Tensor? extra_slots, Tensor? extra_lengths, str extra_layout, "
-    "int extra_page_size, float scale, Tensor? sink, Tensor? freqs, Tensor? positions, float empty_lse) "
+    "int extra_page_size, float scale, Tensor? sink, Tensor? freqs, Tensor? positions, float empty_lse, int splits=1) "
     "-> (Tensor, Tensor)",
     reference.sparse_mla,
     _fake_sparse_mla,
+    kernel="sparse_mla",
 )
 define(
     "attend",
     "merge_partials(Tensor outs, Tensor lses, Tensor? sink) -> (Tensor, Tensor)",
     reference.merge_partials,
     _fake_merge,
+    kernel="merge_partials",
 )

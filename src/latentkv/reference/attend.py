@@ -31,6 +31,7 @@ def sparse_mla(
     freqs: Tensor | None,
     positions: Tensor | None,
     empty_lse: float,
+    splits: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """One softmax over the window rows and the extra rows; the sink joins only the denominator."""
     tokens, heads = query.shape[:2]
