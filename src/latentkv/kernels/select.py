@@ -1,4 +1,4 @@
-"""Stage `select` in Triton: index logits over pages."""
+"""Stage `select` in Triton: index logits over pages; schedules and top-k have files of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from latentkv.kernels import device as dev
+from latentkv.kernels import schedule, topk
 from latentkv.kernels.launch import DEVICE_VARIANTS, E4M3_CAST, TargetCase, common_options, on_device, wave_size
+from latentkv.kernels.schedule import decode_schedule, prefill_schedule
+from latentkv.kernels.topk import select_blocks, select_topk, select_topk_in_blocks
+
+__all__ = [
+    "decode_schedule",
+    "index_logits",
+    "prefill_schedule",
+    "select_blocks",
+    "select_topk",
+    "select_topk_in_blocks",
+]
 
 # e4m3 bytes of the low and of the high nibbles of four bytes: sign to bit 7, the other bits to 4..2
 
@@ -367,4 +379,4 @@ def _cases() -> list[TargetCase]:
     return cases
 
 
-TARGET_CASES = _cases()
+TARGET_CASES = _cases() + schedule.CASES + topk.CASES

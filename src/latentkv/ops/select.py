@@ -431,12 +431,14 @@ define(
     "decode_schedule(Tensor lengths, int max_len, int block, int next_n, Tensor(a!) out) -> ()",
     reference.decode_schedule,
     lambda *args: None,
+    kernel="decode_schedule",
 )
 define(
     "select",
     "prefill_schedule(Tensor lengths, Tensor? row_to_batch, int max_len, int block, Tensor(a!) out) -> ()",
     reference.prefill_schedule,
     lambda *args: None,
+    kernel="prefill_schedule",
 )
 define(
     "select",
@@ -453,12 +455,14 @@ define(
     "-> (Tensor, Tensor)",
     reference.select_topk,
     lambda logits, lengths, k, *args: _fake_pair(logits, k),
+    kernel="select_topk",
 )
 define(
     "select",
     "select_blocks(Tensor logits, Tensor lengths, int blocks, int block_size) -> Tensor",
     reference.select_blocks,
     lambda logits, lengths, blocks, block_size: logits.new_empty((logits.shape[0], blocks), dtype=torch.int32),
+    kernel="select_blocks",
 )
 define(
     "select",
@@ -466,4 +470,5 @@ define(
     "Tensor? row_to_batch, int page_size) -> (Tensor, Tensor)",
     reference.select_topk_in_blocks,
     lambda logits, lengths, block_ids, k, *args: _fake_pair(logits, k),
+    kernel="select_topk_in_blocks",
 )
