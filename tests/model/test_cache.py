@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from latentkv.model import cache as cache_module
 from latentkv.model.cache import PAGE_TOKENS, WINDOW_PAGE_ROWS, ModelCache, PageAllocator
 from latentkv.model.config import ModelConfig
 
@@ -166,3 +167,86 @@ def test_more_requests_than_the_cache_was_made_for_are_refused(config: ModelConf
 def test_layouts_that_no_reader_joins_are_refused(config: ModelConfig):
     with pytest.raises(ValueError, match="cannot be read together"):
         make(config, window_layout="v41_fp4", row_layout="v4")
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "rows"), [("v41", "v41_fp4"), ("v4", "v4"), ("bf16", "bf16")])
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_pools_fill_the_share_of_free_memory_that_is_given(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, window: str, rows: str, share: float
+):
+    free = 40 << 20
+    monkeypatch.setattr(cache_module, "free_bytes", lambda device: free)
+    form = {"window_layout": window, "row_layout": rows, "max_tokens": None, "draft_rows": 6, "max_requests": 2}
+    cache = make(config, memory=share, **form)
+    taken = sum(t.numel() * t.element_size() for t in cache.pools)
+    page = cache.bytes_per_token() * PAGE_TOKENS
+    assert taken <= share * free
+    assert taken + page > share * free or cache.free_pages == 2 * config.max_positions // PAGE_TOKENS
+
+
+def test_memory_never_buys_more_pages_than_requests_can_hold(config: ModelConfig):
+    cache = make(config, memory=0.5, max_tokens=None, max_context=200)
+    assert cache.free_pages == 3 * 2
+
+
+def test_free_memory_is_counted_on_the_cpu():
+    assert 1 << 20 < cache_module.free_bytes(torch.device("cpu")) < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 0.0}, "memory: 0.0 given"),
+        ({"memory": 1.5}, "memory: 1.5 given"),
+        ({"memory": 1e-9}, "holds no page"),
+        ({"memory": 0.5, "pages": 3}, "several are given"),
+        ({"pages": 0}, "pages: 0"),
+        ({"draft_rows": 0}, "draft_rows: 0"),
+    ],
+)
+def test_bad_sizes_are_refused(config: ModelConfig, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ModelCache(config, **options)
+
+
+def test_pages_are_counted_as_given(config: ModelConfig):
+    assert ModelCache(config, pages=5).free_pages == 5
+    assert ModelCache(config, max_tokens=PAGE_TOKENS + 1).free_pages == 2
+
+
+@pytest.mark.parametrize(("rows", "ring"), [(1, 2), (2, 4), (3, 4), (4, 8), (6, 8), (7, 8)])
+def test_pending_rings_hold_a_step_and_the_token_before_it(config: ModelConfig, rows: int, ring: int):
+    assert make(config, draft_rows=rows).pair_ring == ring
+
+
+# --- rejected tokens --------------------------------------------------------------------------------------------------
+
+
+def test_rejected_tokens_are_taken_back(config: ModelConfig):
+    cache = make(config, draft_rows=6)
+    request = cache.open()
+    cache.extend([(request, 64)])
+    cache.extend([(request, 60)])
+    free = cache.free_pages
+    assert cache.extend([(request, 6)]) == [124]
+    assert cache.free_pages == free - 1
+    cache.keep(request, 6)
+    assert (cache.length(request), cache.free_pages) == (130, free - 1)
+    cache.keep(request, 3)
+    assert (cache.length(request), cache.free_pages) == (127, free)
+    assert cache.extend([(request, 2)]) == [127]
+
+
+def test_no_more_is_taken_back_than_can_be(config: ModelConfig):
+    cache = make(config, draft_rows=3)
+    request = cache.open()
+    with pytest.raises(ValueError, match="1 of request 0's last 0 tokens"):
+        cache.keep(request, 1)
+    cache.extend([(request, 8)])
+    for count, message in ((0, "0 of request"), (9, "9 of request"), (5, "3 tokens to reject, at most 2")):
+        with pytest.raises(ValueError, match=message):
+            cache.keep(request, count)
+    assert cache.length(request) == 8

@@ -183,7 +183,7 @@ class ModelCache:
         seed: int = 0,
     ) -> None:
         self.config, self.device = config, torch.device(device)
-        self.chunk, self.draft_rows = chunk, draft_rows
+        self.max_requests, self.chunk, self.draft_rows = max_requests, chunk, draft_rows
         self.window_layout, self.row_layout = KVLayout.parse(window_layout), KVLayout.parse(row_layout)
         self.max_context = min(max_context or config.max_positions, config.max_positions)
         if not self.window_layout.pairs_with(self.row_layout):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from latentkv.layout import KVLayout
 from latentkv.model.cache import ModelCache
+from latentkv.model.captured import DecodeStep
 from latentkv.model.config import PAD_TOKEN, START_TOKEN
 from latentkv.model.corpus import encode
 from latentkv.model.paged import PagedModel, prefill
@@ -150,6 +151,7 @@ def _events(
     model: PagedModel, cache: ModelCache, tokens: Tensor, max_tokens: int, sampling: Sampling
 ) -> Iterator[Event]:
     request = cache.open()
+    step = DecodeStep(model, cache, ladder=(1,))
     started = time.perf_counter()
     for done, logits in prefill(model, cache, request, tokens):  # noqa: B007, the last logits are used
         yield Event("prefill", done, tokens.numel())
@@ -166,7 +168,7 @@ def _events(
         text.append(decoder.decode(bytes([token])))
         yield Event("decode", count, max_tokens, text[-1])
         if count < max_tokens:
-            logits = model.step(cache, [(request, [token])])[0]
+            logits = step([(request, [token])]).logits[0, 0]
     text.append(decoder.decode(b"", final=True))
     summary = Summary(
         text="".join(text),
