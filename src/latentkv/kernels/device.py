@@ -510,6 +510,69 @@ def fake_quant_index(re, im, NARROW: tl.constexpr):
 
 
 @triton.jit
+def quantize_index(re, im, HALF_EVEN: tl.constexpr):
+    """Pack stage alone, of any fp32: e2m1 bytes (uint8) and ue8m0 bytes (int32) of groups of 32.
+
+    A zero has no sign. Twin of numerics.quantize_index.
+    """
+    top = group_max_bits(re, im)
+    bad = top >= INF_BITS
+    # 6 is 1.5 * 2^2: the exponent of ceil(max / 6) steps where the mantissa exceeds 1.5, also after rounded division
+    exponent = tl.maximum(((tl.where(bad, 0, top) + 0x3FFFFF) >> 23) - 2, 114)
+    inverse = power_of_two(254 - exponent)[:, :, None]
+    byte = _index_code(re * inverse, HALF_EVEN) | (_index_code(im * inverse, HALF_EVEN) << 4)
+    return tl.where(bad[:, :, None], 0, byte).to(tl.uint8), tl.where(bad, 255, exponent)
+
+
+@triton.jit
+def _index_code(x, HALF_EVEN: tl.constexpr):
+    a = tl.abs(x)
+    if HALF_EVEN:
+        code = e2m1_compare(a)
+    else:
+        code = tl.where(a > 0.25, 1, 0) + tl.where(a > 0.75, 1, 0) + tl.where(a > 1.25, 1, 0)
+        code += tl.where(a > 1.75, 1, 0) + tl.where(a > 2.5, 1, 0) + tl.where(a > 3.5, 1, 0) + tl.where(a > 5.0, 1, 0)
+    return tl.where(code != 0, code | ((float_bits(x) >> 28) & 8), 0)
+
+
+@triton.jit
+def quantize_index_twice(re, im):
+    """`quantize_index` of `fake_quant_index` of bf16 pairs, ties to even, in one step.
+
+    The second stage sees values of the first one's grid, the largest 3, 4 or 6 times its scale, so that all it does
+    follows from how far the two exponents are apart: -1 where the largest became 3, more below the floor 114, else 0.
+    Each distance is a table from first to second codes, eight nibbles of a word, bit 3 set where the sign is kept.
+    """
+    top = group_max_bits(re, im)
+    bad = top >= INF_BITS
+    first = tl.maximum(((top + 0x3FFFFF) >> 23) - 2, 1)
+    exponent = tl.maximum(((top + 0x200000) >> 23) - 2, 114)  # 3.5 becomes 4, and 3.5 is 1.75 * 2
+    apart = tl.where(bad, 9, exponent - first)
+    table = tl.where(apart == 4, _entry(apart, 0x90000000), _entry(apart, 0))
+    table = tl.where(apart == 3, _entry(apart, 0xA9900000), table)
+    table = tl.where(apart == 2, _entry(apart, 0xBAA99000), table)
+    table = tl.where(apart == 1, _entry(apart, 0xDCBAA900), table)
+    table = tl.where(apart == 0, _entry(apart, 0xFEDCBA90), table)
+    table = tl.where(apart < 0, _entry(apart, 0x00FEDCA0), table)[:, :, None]
+    inverse = power_of_two(254 - tl.where(bad, 127, first))[:, :, None]
+    byte = _second_code(re, inverse, table) | (_second_code(im, inverse, table) << 4)
+    return byte.to(tl.uint8), tl.where(bad, 255, exponent)
+
+
+@triton.jit
+def _entry(like, VALUE: tl.constexpr):
+    return tl.full(like.shape, VALUE, tl.uint32)
+
+
+@triton.jit
+def _second_code(x, inverse, table):
+    """Signed code (uint32) of a narrow value: its first code, bits 22.. of the quotient at 2^-126, led through `table`."""
+    bits = float_bits(tl.abs(x * inverse) * TWO_POW_M126)
+    first = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 20  # times four
+    return (table >> (first & 28).to(tl.uint32)) & ((float_bits(x).to(tl.uint32, bitcast=True) >> 28) | 7)
+
+
+@triton.jit
 def _on_grid(quotient, scale, bad, NARROW: tl.constexpr):
     if NARROW:
         code = e2m1_narrow(quotient)
@@ -537,6 +600,17 @@ def rsqrt_rn(x):
 def rms_scale(re, im, eps, WIDTH: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of each row of pairs [rows, WIDTH / 2]."""
     return rsqrt_rn(tl.sum(re * re + im * im, axis=1) * (1.0 / WIDTH) + eps)
+
+
+@triton.jit
+def sum_rows(x):
+    """Sum of each row of [rows, 32] values, neighbours first: an order that no layout changes."""
+    ROWS: tl.constexpr = x.shape[0]
+    x = tl.sum(tl.reshape(x, [ROWS, 16, 2]), axis=2)
+    x = tl.sum(tl.reshape(x, [ROWS, 8, 2]), axis=2)
+    x = tl.sum(tl.reshape(x, [ROWS, 4, 2]), axis=2)
+    x = tl.sum(tl.reshape(x, [ROWS, 2, 2]), axis=2)
+    return tl.sum(x, axis=1)
 
 
 @triton.jit

@@ -364,6 +364,7 @@ define(
     "Tensor positions, Tensor freqs, float eps, int ratio, str layout, int page_size) -> ()",
     reference.store_index_key,
     lambda *args: None,
+    kernel="store_index_key",
 )
 define(
     "index",
@@ -371,24 +372,28 @@ define(
     "str layout, int page_size) -> ()",
     reference.store_index_key_plain,
     lambda *args: None,
+    kernel="store_index_key_plain",
 )
 define(
     "index",
     "load_index_key(Tensor payload, Tensor? scale, Tensor slots, str layout, int page_size) -> (Tensor, Tensor)",
     reference.load_index_key,
     _fake_load,
+    kernel="load_index_key",
 )
 define(
     "index",
     "dequantize_index(Tensor payload, Tensor scale) -> Tensor",
     numerics.dequantize_index,
     lambda payload, scale: payload.new_empty((*payload.shape[:-1], INDEX_DIM), dtype=torch.float32),
+    kernel="dequantize_index",
 )
 define(
     "index",
     "pack_index_query(Tensor query, Tensor freqs, Tensor positions, str layout) -> (Tensor, Tensor)",
     reference.pack_index_query,
     _fake_query,
+    kernel="pack_index_query",
 )
 define(
     "index",
@@ -396,4 +401,5 @@ define(
     "str layout, ScalarType weights_dtype) -> (Tensor, Tensor, Tensor)",
     reference.pack_index_query_weights,
     _fake_query_weights,
+    kernel="pack_index_query_weights",
 )
