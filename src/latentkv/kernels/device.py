@@ -544,7 +544,7 @@ def quantize_index_twice(re, im):
     Each distance is a table from first to second codes, eight nibbles of a word, bit 3 set where the sign is kept.
     """
     top = group_max_bits(re, im)
-    bad = top >= INF_BITS
+    bad = top >= 0x7F600000  # from 1.75 * 2^127 on, which the first stage rounds to infinity
     first = tl.maximum(((top + 0x3FFFFF) >> 23) - 2, 1)
     exponent = tl.maximum(((top + 0x200000) >> 23) - 2, 114)  # 3.5 becomes 4, and 3.5 is 1.75 * 2
     apart = tl.where(bad, 9, exponent - first)
@@ -566,7 +566,7 @@ def _entry(like, VALUE: tl.constexpr):
 
 @triton.jit
 def _second_code(x, inverse, table):
-    """Signed code (uint32) of a narrow value: its first code, bits 22.. of the quotient at 2^-126, led through `table`."""
+    """Signed code (uint32) of a narrow value: its first code, bits 22.. of the quotient at 2^-126, through `table`."""
     bits = float_bits(tl.abs(x * inverse) * TWO_POW_M126)
     first = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 20  # times four
     return (table >> (first & 28).to(tl.uint32)) & ((float_bits(x).to(tl.uint32, bitcast=True) >> 28) | 7)

@@ -103,10 +103,9 @@ def _store_keys(
 def key_constants(layout: IndexKeyLayout, page_size: int) -> dict[str, Any]:
     """The constexprs by which a kernel addresses keys of a layout.
 
-    With an offset's bits in fields, a row's payload starts at
-    `(offset & 3) * ROW_1 + (offset >> 2 & 1) * ROW_4 + (offset >> 3) * ROW_8` of its page and its scales at `SCALE_BASE +
-    (offset & 7) * SCALE_1 + (offset >> 3 & 1) * SCALE_8 + (offset >> 4) * SCALE_16`; a group is GROUP_STEP and
-    SCALE_STEP further.
+    Bits 0, 2 and 3 of a row's offset in its page move the payload by ROW_1, ROW_4 and ROW_8 bytes, bits 0, 3 and 4 the
+    scales by SCALE_1, SCALE_8 and SCALE_16, and a bit in between or above by twice what the one below it does. The next
+    group is GROUP_STEP and SCALE_STEP further.
     """
     base = layout.scale_in_page(0, 0, page_size)
     return {
@@ -563,7 +562,38 @@ def sum_weights(
 
 # --- what is compiled offline -----------------------------------------------------------------------------------------
 
-_TYPES = {"values": "*bf16", "payload": "*u8", "scale": "*u8", "scale_words": "*i32", "rows": "*u8",
-          "partials": "*fp32", "weights": "*bf16", "weight_scale": "fp32", "query": "*bf16"}  # fmt: skip
+_TYPES = {"values": "*bf16", "payload": "*u8", "scale": "*u8", "scale_words": "*i32", "rows": "*u8", "out": "*fp32",
+          "partials": "*fp32", "weights": "*bf16", "weight_scale": "fp32"}  # fmt: skip
 _STRIDES = ("values_stride", "payload_stride", "scale_stride", "partials_stride", "token_stride")
-TARGET_CASES: list[TargetCase] = []
+_GPU = torch.device("cuda")  # a name: tiles are chosen for a GPU, none is asked
+
+
+def _cases() -> list[TargetCase]:
+    cases = []
+    for variant in DEVICE_VARIANTS:
+
+        def add(kernel: Any, label: str, tile: tuple[int, int], **numbers: Any) -> None:
+            rows, warps = tile
+            numbers = {**ALL_WORDS, "ROWS": rows, "HALF_EVEN": True, **numbers}
+            cases.append(case_of(kernel, f"{label} x{rows}", variant, warps, _TYPES, _STRIDES, **numbers))  # noqa: B023
+
+        for layout, page_size in (("fused", 64), ("fused", 128), ("split64", 64), ("split8", 64)):
+            where, name = key_constants(IndexKeyLayout(layout), page_size), f"{layout} {page_size}"
+            for count in (1, 65536) if page_size == 64 else (65536,):
+                add(store_keys_kernel, f"store {name}", key_tile(count, _GPU), FINISH=True, **where)
+                add(load_keys_kernel, f"load {name}", read_tile(count, _GPU), **where)
+            for rule, half_even in (("", True), ("half down ", False)):
+                numbers = {"FINISH": False, "HALF_EVEN": half_even, **where}
+                add(store_keys_kernel, f"plain {rule}{name}", key_tile(65536, _GPU), **numbers)
+        for count in (1, 65536):
+            add(dequantize_kernel, "dequantize", read_tile(count, _GPU))
+        for heads in (16, 32, 48, 64):
+            for flydsl in (False, True):
+                for tokens in (1, 1536):
+                    label = f"{'flydsl' if flydsl else 'packed'} {heads} heads {tokens} tokens"
+                    numbers = {"HEADS": heads, "FLYDSL": flydsl, "WEIGHTS": WEIGHTS_A_PROGRAM, "SPLITS": 10}
+                    add(pack_queries_kernel, label, query_tile(tokens, heads, _GPU), **numbers)
+    return cases
+
+
+TARGET_CASES = _cases()
