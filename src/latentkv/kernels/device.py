@@ -510,24 +510,29 @@ def fake_quant_index(re, im, NARROW: tl.constexpr):
 
 
 @triton.jit
-def quantize_index(re, im, HALF_EVEN: tl.constexpr):
-    """Pack stage alone, of any fp32: e2m1 bytes (uint8) and ue8m0 bytes (int32) of groups of 32.
+def quantize_index(re, im, HALF_EVEN: tl.constexpr, NARROW: tl.constexpr):
+    """Pack stage alone: e2m1 bytes (uint8) and ue8m0 bytes (int32) of groups of 32. A zero has no sign.
 
-    A zero has no sign. Twin of numerics.quantize_index.
+    Twin of numerics.quantize_index.
     """
     top = group_max_bits(re, im)
     bad = top >= INF_BITS
     # 6 is 1.5 * 2^2: the exponent of ceil(max / 6) steps where the mantissa exceeds 1.5, also after rounded division
     exponent = tl.maximum(((tl.where(bad, 0, top) + 0x3FFFFF) >> 23) - 2, 114)
     inverse = power_of_two(254 - exponent)[:, :, None]
-    byte = _index_code(re * inverse, HALF_EVEN) | (_index_code(im * inverse, HALF_EVEN) << 4)
+    byte = _index_code(re * inverse, HALF_EVEN, NARROW) | (_index_code(im * inverse, HALF_EVEN, NARROW) << 4)
     return tl.where(bad[:, :, None], 0, byte).to(tl.uint8), tl.where(bad, 255, exponent)
 
 
 @triton.jit
-def _index_code(x, HALF_EVEN: tl.constexpr):
+def _index_code(x, HALF_EVEN: tl.constexpr, NARROW: tl.constexpr):
     a = tl.abs(x)
-    if HALF_EVEN:
+    if NARROW:  # at 2^-126 a code is bits 22.. of the number, and no narrow one near a tie loses bits there
+        bits = float_bits(a * TWO_POW_M126) + 0x1FFFFF
+        if HALF_EVEN:
+            bits += ((bits - 0x1FFFFF) >> 22) & 1
+        code = bits >> 22
+    elif HALF_EVEN:
         code = e2m1_compare(a)
     else:
         code = tl.where(a > 0.25, 1, 0) + tl.where(a > 0.75, 1, 0) + tl.where(a > 1.25, 1, 0)
