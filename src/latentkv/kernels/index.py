@@ -124,7 +124,7 @@ def key_constants(layout: IndexKeyLayout, page_size: int) -> dict[str, Any]:
 
 
 def key_tile(count: int, device: torch.device) -> tuple[int, int]:
-    """Keys a program writes and its warps; fastest of 7 shapes on one H200 (2026-12-03), bits do not depend on it."""
+    """Keys a program writes and its warps; fastest of 3 to 7 shapes on one H200 (2026-12-03); bits are the same."""
     if device.type == "cpu":  # interpreted, where a program costs a tenth of a second
         return triton.next_power_of_2(min(count, 1024)), 1
     if count <= 512:
