@@ -1,9 +1,9 @@
 """Stage `select` in Triton: exact top-k of rows, of blocks of a row, and of the kept blocks' positions.
 
-A score becomes a key, an int32 with the same order. A program takes a piece of a row and searches the key that splits
-it; what it keeps leaves in order of position, by a running count. A row longer than a piece is narrowed first: each
-piece passes on a superset of the row's best in it, and the next launch takes the pieces' lists as its row. Nothing that
-is searched or guessed changes the result, which is unique.
+A score becomes a key, an int32 with the same order. A program takes a piece of a row, searches a key that at least k
+and at most a list's length of them reach, and moves those to the list in order of position. A row longer than a piece
+goes through several lists, which the next launch takes as its row. The last list is searched to the exact split.
+Nothing that is searched or guessed changes the result, which is unique.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options,
 NOT_A_KEY = tl.constexpr(-(2**31))  # below every score's key
 LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf, and of NaN
 INFINITE_KEY = tl.constexpr(0x7F800000)
-TIES_EVERY = tl.constexpr(8)  # search steps between looks at whether only equal keys are left
+VALUE_STEPS = tl.constexpr(3)  # first steps of a search, which divide the range of scores and not that of keys
+PROBES = tl.constexpr(16)  # parts in which a step of an exact search divides the range
 
 PIECE = 8192  # scores a program; 16 a lane at 512 lanes
 LONGEST = 16384  # what the last program of a row takes
+SHORT = 2048  # what is searched exactly, and the last list's length
 LANES = 512
+BLOCKS_A_PROGRAM = 256
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -37,13 +40,32 @@ def select_topk(
 ) -> tuple[Tensor, Tensor]:
     """Launch `pick_kernel` over the rows' positions."""
     pages = _Pages(page_table, row_to_batch, page_size)
-    return _pick(logits, lengths, k, k, "row", logits.shape[1], pages=pages)
+    return _pick(logits, lengths, k, k, "row", logits.shape[1], logits.shape[1], pages=pages)
 
 
 def select_blocks(logits: Tensor, lengths: Tensor, blocks: int, block_size: int) -> Tensor:
-    """Launch `pick_kernel` over the rows' blocks; the newest is none of them and follows what is picked."""
-    count = triton.cdiv(logits.shape[1], block_size)
-    return _pick(logits, lengths, blocks - 1, blocks, "blocks", count, block_size=block_size)[0]
+    """Launch `block_keys_kernel`, then `pick_kernel` over the keys; the newest block follows what is picked."""
+    rows, width = logits.shape
+    count = triton.cdiv(width, block_size)
+    keys = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
+    if rows and count and blocks > 1:
+        tiles = triton.cdiv(count, BLOCKS_A_PROGRAM)
+        with on_device(logits):
+            block_keys_kernel[(rows * tiles,)](
+                logits,
+                logits.stride(0),
+                lengths,
+                lengths.stride(0),
+                keys,
+                width,
+                count,
+                tiles,
+                BLOCK_SIZE=block_size,
+                TILE=BLOCKS_A_PROGRAM,
+                num_warps=BLOCKS_A_PROGRAM // wave_size(logits.device),
+                **common_options(logits.device),
+            )
+    return _pick(keys, lengths, blocks - 1, blocks, "blocks", count, width, block_size=block_size)[0]
 
 
 def select_topk_in_blocks(
@@ -83,7 +105,7 @@ def select_topk_in_blocks(
     source = "kept" if kept else "row"  # without ids the row is empty
     n = kept * block_size
     return _pick(
-        logits, lengths, k, k, source, n, block_size=block_size, pages=pages, ids=ids, counts=counts,
+        logits, lengths, k, k, source, n, width, block_size=block_size, pages=pages, names=ids, counts=counts,
     )  # fmt: skip
 
 
@@ -95,20 +117,35 @@ class _Pages:
 
 
 def _pick(
-    logits: Tensor,
+    scores: Tensor,
     lengths: Tensor,
     k: int,
     columns: int,
     source: str,
     count: int,
+    width: int,
     *,
     block_size: int = 1,
     pages: _Pages | None = None,
-    ids: Tensor | None = None,
+    names: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick k of each row's `count` entries; `[rows, columns]` int32 positions (or ids) and slots."""
-    rows, device = logits.shape[0], logits.device
+    """Pick k of each row's `count` entries; `[rows, columns]` int32 positions (or ids) and slots.
+
+    Args:
+        scores: fp32 logits, or int32 keys where `source` is "blocks".
+        lengths: positions of each row, clamped to 0 ..= width.
+        k: entries to pick.
+        columns: of the result.
+        source: "row" (entries are positions), "blocks" (entries are blocks), "kept" (positions of the blocks `names`).
+        count: entries of a row.
+        width: positions of a row.
+        block_size: positions a block.
+        pages: how positions become slots; None: there are no slots, and the newest block follows what is picked.
+        names: ids of kept blocks int32 `[rows, ids]`.
+        counts: how many ids a row has.
+    """
+    rows, device = scores.shape[0], scores.device
     positions = torch.empty(rows, columns, dtype=torch.int32, device=device)
     slots = torch.empty_like(positions) if pages is not None else positions
     if rows == 0:
@@ -119,31 +156,32 @@ def _pick(
     batches, table_width = table.shape if table is not None else (0, 0)
     of_rows = batch_of if batch_of is not None else lengths
     options = common_options(device)
-    cap = _list_length(k)
-    source_ids = ids if ids is not None else positions
-    given = (logits, logits.stride(0), lengths, lengths.stride(0), source_ids, source_ids.stride(0))
-    pairs: Tensor = positions
-    list_length = 1
-    with on_device(logits):
+    passed = _list_length(k)
+    with on_device(scores):
         while True:
-            piece = _piece(count, cap, rows, device)
+            piece = _piece(count, passed, device)
             pieces = triton.cdiv(count, piece) if count > piece else 1
             last = pieces == 1
-            lists = positions if last else torch.empty(rows, pieces, cap, dtype=torch.int64, device=device)
-            list_counts = positions if last else torch.empty(rows, pieces, dtype=torch.int32, device=device)
+            cap = SHORT if last else passed
+            listed = not last or piece > cap
+            keys, entries = torch.empty(2, rows, pieces * cap if listed else 0, dtype=torch.int32, device=device)
             pick_kernel[(rows * pieces,)](
-                *given,
-                pairs,
+                scores,
+                scores.stride(0),
+                lengths,
+                lengths.stride(0),
+                names if names is not None else positions,
+                names.stride(0) if names is not None else 0,
                 counts if counts is not None else positions,
-                lists,
-                list_counts,
+                keys,
+                entries,
                 positions,
                 slots,
                 table if table is not None else positions,
                 table.stride(0) if table is not None else 0,
                 of_rows,
                 of_rows.stride(0),
-                logits.shape[1],
+                width,
                 count,
                 pieces,
                 k,
@@ -157,10 +195,8 @@ def _pick(
                 SLOTS=pages is not None,
                 PAGED=table is not None,
                 BY_ROW=batch_of is not None,
-                NEWEST=last and pages is None,
                 BLOCK_SIZE=block_size,
                 PAGE_SHIFT=_shift(page_size),
-                LIST=list_length,
                 CAP=cap,
                 TAIL=triton.next_power_of_2(columns),
                 PIECE=piece,
@@ -169,19 +205,18 @@ def _pick(
             )
             if last:
                 return positions, slots
-            pairs, counts, source = lists, list_counts, "pairs"
-            list_length, count = cap, pieces * cap
+            scores, names, source, count = keys, entries, "list", pieces * cap
 
 
 def _list_length(k: int) -> int:
     """What a piece passes on at most. Up to twice k ends the search early; a piece can hold back no less than k."""
-    return min(2048, max(256, 2 * triton.next_power_of_2(max(1, k))))
+    return min(SHORT, max(256, 2 * triton.next_power_of_2(max(1, k))))
 
 
-def _piece(count: int, cap: int, rows: int, device: torch.device) -> int:
+def _piece(count: int, passed: int, device: torch.device) -> int:
     """Entries a program."""
     if device.type == "cpu":  # interpreted: small, so that tests see several pieces
-        return max(2 * cap, min(2048, triton.next_power_of_2(max(1, count))))
+        return max(2 * passed, min(2048, triton.next_power_of_2(max(1, count))))
     if count <= LONGEST:
         return max(128, triton.next_power_of_2(max(1, count)))
     return PIECE
@@ -205,16 +240,15 @@ def _shift(page_size: int) -> int:
     ]
 )  # fmt: skip
 def pick_kernel(
-    logits,
-    logits_stride,
+    scores,
+    scores_stride,
     lengths,
     lengths_stride,
-    ids,
-    ids_stride,
-    pairs,
+    names,
+    names_stride,
     counts,
-    lists,
-    list_counts,
+    list_keys,
+    list_entries,
     positions,
     slots,
     page_table,
@@ -235,53 +269,57 @@ def pick_kernel(
     SLOTS: tl.constexpr,
     PAGED: tl.constexpr,
     BY_ROW: tl.constexpr,
-    NEWEST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SHIFT: tl.constexpr,
-    LIST: tl.constexpr,
     CAP: tl.constexpr,
     TAIL: tl.constexpr,
     PIECE: tl.constexpr,
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One piece of one row: its k best entries to the outputs (LAST), or a superset of them to a list."""
+    """One piece of one row: its k best entries to the outputs (LAST), or a superset of them to a list of CAP."""
     dev.begin(OVERLAP)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
     length = tl.load(lengths + row * lengths_stride).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), width).to(tl.int32)
-    first = piece * PIECE
-    entry = first + tl.arange(0, PIECE)
+    scores += row * scores_stride
+    names += row * names_stride
+    end = count
     if SOURCE == "row":
-        key, index = _row_keys(logits + row * logits_stride, first, tl.minimum(length, count), PIECE), entry
-    elif SOURCE == "blocks":
-        older = tl.where(k > 0, (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
-        key, index = _block_keys(logits + row * logits_stride, entry, older, BLOCK_SIZE, PIECE), entry
+        end = tl.minimum(length, count)
+    elif SOURCE == "blocks":  # without the newest
+        end = tl.where(k > 0, (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
     elif SOURCE == "kept":
-        there = entry < tl.load(counts + row) * BLOCK_SIZE
-        block = tl.load(ids + row * ids_stride + entry // BLOCK_SIZE, mask=there, other=0)
-        index = block * BLOCK_SIZE + entry % BLOCK_SIZE
-        there &= index < length
-        score = tl.load(logits + row * logits_stride + index, mask=there, other=0.0)
-        key = tl.where(there, _key(score), NOT_A_KEY)
-    else:
-        there = entry < count
-        held = tl.load(counts + row * (count // LIST) + entry // LIST, mask=there, other=0)
-        pair = tl.load(pairs + row * count + entry, mask=there & (entry % LIST < held), other=0)
-        key = tl.where(entry % LIST < held, (pair >> 32).to(tl.int32), NOT_A_KEY)
-        index = pair.to(tl.int32)
+        end = tl.load(counts + row) * BLOCK_SIZE
+    entry = piece * PIECE + tl.arange(0, PIECE)
+    key = _keys(scores, names, entry, piece * PIECE, end, length, SOURCE, BLOCK_SIZE, PIECE)
+    if not LAST or PIECE > CAP:
+        low, above, reached = _narrow(key, k, CAP)
+        picked = _picked(key, low, above, reached, k, CAP)
+        found = tl.where(reached > CAP, k, reached)
+        rank = tl.cumsum(picked.to(tl.int32), axis=0) - 1
+        list_keys += (row * pieces + piece) * CAP
+        list_entries += (row * pieces + piece) * CAP
+        tl.store(list_keys + rank, key, mask=picked)
+        at = tl.arange(0, CAP)
+        if LAST:
+            tl.store(list_entries + rank, entry, mask=picked)
+            tl.debug_barrier()
+            key = tl.load(list_keys + at, mask=at < found, other=NOT_A_KEY)
+            entry = tl.load(list_entries + at, mask=at < found, other=0)
+        else:
+            tl.store(list_entries + rank, _position(names, entry, picked, SOURCE, BLOCK_SIZE), mask=picked)
+            tl.store(list_keys + at, NOT_A_KEY, mask=at >= found)
     if LAST:
-        cap = k
-    else:
-        cap = tl.full([], CAP, tl.int32)
-    low, above, at_least = _split(key, k, cap)
-    picked = _picked(key, low, above, at_least, k, cap)
-    rank = tl.cumsum(picked.to(tl.int32), axis=0) - 1
-    found = tl.sum(picked.to(tl.int32), axis=0)
-    if LAST:
-        out = row * columns
-        tl.store(positions + out + rank, index, mask=picked)
+        low, above, reached = _search(key, k)
+        picked = _picked(key, low, above, reached, k, k)
+        rank = tl.cumsum(picked.to(tl.int32), axis=0) - 1
+        found = tl.minimum(reached, k)
+        index = _position(names, entry, picked, SOURCE, BLOCK_SIZE)
+        positions += row * columns
+        slots += row * columns
+        tl.store(positions + rank, index, mask=picked)
         if SLOTS:
             slot = index
             if PAGED:
@@ -292,20 +330,53 @@ def pick_kernel(
                 known = (batch >= 0) & (batch < batches)
                 table = page_table + tl.where(known, batch, 0) * table_stride
                 slot = _slots(table, index, picked, tl.where(known, table_width, 0), page_size, PAGE_SHIFT)
-            tl.store(slots + out + rank, slot, mask=picked)
-        if NEWEST:  # has the largest id
+            tl.store(slots + rank, slot, mask=picked)
+        else:  # the newest block has the largest id
             newest = (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
-            tl.store(positions + out + found, newest, mask=newest >= 0)
+            tl.store(positions + found, newest, mask=newest >= 0)
             found += tl.where(newest >= 0, 1, 0)
         tail = tl.arange(0, TAIL)
         rest = (tail >= found) & (tail < columns)
-        tl.store(positions + out + tail, -1, mask=rest)
+        tl.store(positions + tail, -1, mask=rest)
         if SLOTS:
-            tl.store(slots + out + tail, -1, mask=rest)
+            tl.store(slots + tail, -1, mask=rest)
+
+
+@triton.jit
+def _keys(scores, names, entry, first, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+          PIECE: tl.constexpr):  # fmt: skip
+    """Keys of the entries; NOT_A_KEY from `end` on, where nothing is read."""
+    if SOURCE == "kept":
+        there = entry < end
+        index = _position(names, entry, there, SOURCE, BLOCK_SIZE)
+        there &= index < length
+        return tl.where(there, _key(tl.load(scores + index, mask=there, other=0.0)), NOT_A_KEY)
     else:
-        pair = (key.to(tl.int64) << 32) | index.to(tl.int64)
-        tl.store(lists + (row * pieces + piece) * CAP + rank, pair, mask=picked)
-        tl.store(list_counts + row * pieces + piece, found)
+        if first + PIECE <= end:  # without a mask loads are wide
+            key = _as_key(tl.load(scores + entry), SOURCE)
+        else:
+            there = entry < end
+            key = tl.where(there, _as_key(tl.load(scores + entry, mask=there, other=0), SOURCE), NOT_A_KEY)
+        return key
+
+
+@triton.jit
+def _as_key(x, SOURCE: tl.constexpr):
+    if SOURCE == "row":
+        return _key(x)
+    else:
+        return x
+
+
+@triton.jit
+def _position(names, entry, mask, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The position (or block) that an entry stands for."""
+    if SOURCE == "kept":
+        return tl.load(names + entry // BLOCK_SIZE, mask=mask, other=0) * BLOCK_SIZE + entry % BLOCK_SIZE
+    elif SOURCE == "list":
+        return tl.load(names + entry, mask=mask, other=0)
+    else:
+        return entry
 
 
 @triton.jit
@@ -317,84 +388,80 @@ def _key(score):
 
 
 @triton.jit
-def _finite(key):
-    """The score of a key, 0 for Inf and beyond."""
-    key = tl.where((key > LOWEST_KEY) & (key < INFINITE_KEY), key, 0)
+def _score(key):
+    """The score of a key of a finite score."""
     return dev.bits_float(key ^ ((key >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _row_keys(row, first, end, PIECE: tl.constexpr):
-    """Keys of columns first ..< first + PIECE; NOT_A_KEY from `end` on, where nothing is read."""
-    entry = first + tl.arange(0, PIECE)
-    if first + PIECE <= end:  # without a mask loads are wide
-        key = _key(tl.load(row + entry))
-    else:
-        key = tl.where(entry < end, _key(tl.load(row + entry, mask=entry < end, other=0.0)), NOT_A_KEY)
-    return key
-
-
-@triton.jit
-def _block_keys(row, block, end, BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr):
-    """Largest key of each block; NOT_A_KEY from block `end` on. The blocks before it are full."""
-    STEP: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < 8 else 8
-    key = tl.full([PIECE], NOT_A_KEY, tl.int32)
-    at = block.to(tl.int64) * BLOCK_SIZE
-    for start in range(0, BLOCK_SIZE, STEP):
-        column = at[:, None] + (start + tl.arange(0, STEP))[None, :]
-        score = tl.load(row + column, mask=(block < end)[:, None], other=0.0)
-        key = tl.maximum(key, tl.max(_key(score), axis=1))
-    return tl.where(block < end, key, NOT_A_KEY)
-
-
-@triton.jit
-def _split(key, k, cap):
-    """(low, above, count): `count` keys are at least `low`, which is at least k, or all, and at most cap if possible.
-
-    Where it is not possible, keys equal to `low` are to blame, and `above` of the keys are larger, fewer than k. The
-    search halves the range of keys at worst; two steps of three guess by the scores, as if counts fell exponentially.
-    """
+def _range(key):
+    """The lowest key, the highest plus 1, and how many there are."""
     count = tl.sum((key > NOT_A_KEY).to(tl.int32), axis=0)
-    low = tl.full([], NOT_A_KEY + 1, tl.int32)
+    low = tl.min(tl.where(key > NOT_A_KEY, key, 0x7FFFFFFF), axis=0)
+    return low, tl.max(key, axis=0) + 1, count
+
+
+@triton.jit
+def _probe(low, high, part, of: tl.constexpr, step):
+    """The key at part / of of the way from `low` to `high`, which are not neighbours; between them."""
+    span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+    probe = low + (tl.maximum(span // of, 1) * part.to(tl.uint32)).to(tl.int32, bitcast=True)
+    if (step < VALUE_STEPS) & (low > LOWEST_KEY) & (high < INFINITE_KEY):
+        share = part.to(tl.float32) * (1.0 / of)
+        probe = _key(_score(low) * (1.0 - share) + _score(high) * share)
+    # a sum that passed int32's end lies below `low`
+    return tl.minimum(tl.maximum(tl.where(probe < low, high, probe), low + 1), high - 1)
+
+
+@triton.jit
+def _narrow(key, k, CAP: tl.constexpr):
+    """(low, above, reached): `reached` keys are at least `low`: at least k, or all, and at most CAP if possible.
+
+    Where it is not possible, keys equal to `low` are to blame, and `above` of the keys are larger, fewer than k.
+    """
+    low, high, reached = _range(key)
     above = tl.full([], 0, tl.int32)
-    if count > cap:
-        high = tl.max(key, axis=0) + 1
-        low = tl.min(tl.where(key > NOT_A_KEY, key, 0x7FFFFFFF), axis=0)
-        target = 0.5 * (tl.log2(tl.cast(k, tl.float32)) + tl.log2(tl.cast(cap, tl.float32)))
-        step = tl.full([], 0, tl.int32)
-        while (count > cap) & (high != low + 1):
-            middle = _between(low, high, count, above, target, step)
-            enough = tl.sum((key >= middle).to(tl.int32), axis=0)
-            if enough >= k:
-                low = middle
-                count = enough
-            else:
-                high = middle
-                above = enough
-            step += 1
-            if step % TIES_EVERY == 0:
-                low = tl.min(tl.where(key >= low, key, 0x7FFFFFFF), axis=0)
-                high = tl.max(tl.where(key < high, key, NOT_A_KEY), axis=0) + 1
-    return low, above, count
+    step = tl.full([], 0, tl.int32)
+    one = tl.full([], 1, tl.int32)
+    while (reached > CAP) & (high != low + 1):
+        lower, upper = _probe(low, high, one, 3, step), _probe(low, high, one * 2, 3, step)
+        # both counts in one sum: a piece has fewer than 2^16 entries
+        both = tl.sum((key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16), axis=0)
+        at_lower, at_upper = both & 0xFFFF, both >> 16
+        if at_upper >= k:
+            low, reached = upper, at_upper
+        elif at_lower >= k:
+            low, reached, high, above = lower, at_lower, upper, at_upper
+        else:
+            high, above = lower, at_lower
+        step += 1
+    return low, above, reached
 
 
 @triton.jit
-def _between(low, high, count, above, target, step):
-    """A key above `low` and below `high`, which are not neighbours."""
-    middle = (low & high) + ((low ^ high) >> 1)
-    if step % 3 != 2:
-        top = tl.log2(count.to(tl.float32))
-        part = (top - target) / (top - tl.log2(tl.maximum(above.to(tl.float32), 0.5)))
-        guess = _finite(low) * (1.0 - part) + _finite(high) * part
-        middle = tl.where((low > LOWEST_KEY) & (high < INFINITE_KEY), _key(guess), middle)
-    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+def _search(key, k):
+    """`_narrow` to exactly k, by many probes a step."""
+    low, high, reached = _range(key)
+    above = tl.full([], 0, tl.int32)
+    step = tl.full([], 0, tl.int32)
+    part = tl.arange(0, PROBES)
+    while (reached > k) & (high != low + 1):
+        probe = _probe(low, high, part, PROBES, step)
+        at_least = tl.sum((key[None, :] >= probe[:, None]).to(tl.int32), axis=1)
+        enough = at_least >= k
+        low = tl.maximum(low, tl.max(tl.where(enough, probe, low), axis=0))
+        high = tl.minimum(high, tl.min(tl.where(enough, high, probe), axis=0))
+        reached = tl.minimum(reached, tl.min(tl.where(enough, at_least, reached), axis=0))
+        above = tl.maximum(above, tl.max(tl.where(enough, above, at_least), axis=0))
+        step += 1
+    return low, above, reached
 
 
 @triton.jit
-def _picked(key, low, above, count, k, cap):
+def _picked(key, low, above, reached, k, cap):
     """Which keys are kept: all that are at least `low`, or where those are too many the first equal ones only."""
-    picked = key >= low
-    if count > cap:
+    picked = (key >= low) & (key > NOT_A_KEY)
+    if reached > cap:
         tie = key == low
         picked = (key > low) | (tie & (tl.cumsum(tie.to(tl.int32), axis=0) <= k - above))
     return picked
@@ -409,6 +476,37 @@ def _slots(table, position, mask, width, page_size, PAGE_SHIFT: tl.constexpr):
         column = position // page_size
     page = tl.load(table + column, mask=mask & (column < width), other=-1)
     return tl.where(page >= 0, page * page_size + (position - column * page_size), -1)
+
+
+@triton.jit(do_not_specialize=["width", "count", "tiles"])
+def block_keys_kernel(
+    logits,
+    logits_stride,
+    lengths,
+    lengths_stride,
+    keys,
+    width,
+    count,
+    tiles,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The largest key of each block of a row before its newest."""
+    dev.begin(OVERLAP)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    block = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    length = tl.load(lengths + row * lengths_stride).to(tl.int64)
+    length = tl.minimum(tl.maximum(length, 0), width).to(tl.int32)
+    older = block < (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
+    STEP: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < 8 else 8
+    key = tl.full([TILE], NOT_A_KEY, tl.int32)
+    at = logits + row * logits_stride + block.to(tl.int64) * BLOCK_SIZE
+    for start in range(0, BLOCK_SIZE, STEP):
+        score = tl.load(at[:, None] + (start + tl.arange(0, STEP))[None, :], mask=older[:, None], other=0.0)
+        key = tl.maximum(key, tl.max(_key(score), axis=1))
+    tl.store(keys + row * count + block, key, mask=older)
 
 
 @triton.jit(do_not_specialize=["given_count", "blocks", "kept"])
@@ -463,33 +561,34 @@ def sort_ids_kernel(
 
 # --- what is compiled offline -----------------------------------------------------------------------------------------
 
-# source, block size, LAST, pages, entries, list length
+# source, LAST, pages, entries, list length
 _VARIANTS = (
-    ("row", 1, True, True, LONGEST, 1024),
-    ("row", 1, True, True, 1024, 1024),
-    ("row", 1, False, True, PIECE, 1024),
-    ("row", 1, False, True, PIECE, 2048),
-    ("pairs", 1, True, True, LONGEST, 1024),
-    ("pairs", 1, True, True, 2048, 256),
-    ("pairs", 1, False, True, PIECE, 2048),
-    ("blocks", 8, True, False, LONGEST, 2048),
-    ("blocks", 8, False, False, PIECE, 2048),
-    ("pairs", 8, True, False, LONGEST, 2048),
-    ("kept", 8, True, True, LONGEST, 1024),
-    ("kept", 8, False, True, PIECE, 1024),
+    ("row", True, True, LONGEST, SHORT),
+    ("row", True, True, 1024, SHORT),
+    ("row", False, True, PIECE, 1024),
+    ("row", False, True, PIECE, SHORT),
+    ("list", True, True, LONGEST, SHORT),
+    ("list", True, True, SHORT, SHORT),
+    ("list", False, True, PIECE, SHORT),
+    ("blocks", True, False, LONGEST, SHORT),
+    ("blocks", False, False, PIECE, SHORT),
+    ("kept", True, True, LONGEST, SHORT),
+    ("kept", False, True, PIECE, 1024),
 )
 
 
 def _cases() -> list[TargetCase]:
-    pointers = {"logits": "*fp32", "pairs": "*i64", "lists": "*i64", "marks": "*u8"}
+    pointers = {"logits": "*fp32", "marks": "*u8"}
     numbers = {"width", "count", "pieces", "k", "columns", "batches", "rows_a_batch", "table_width", "page_size",
-               "given_count", "blocks", "kept"}  # fmt: skip
+               "given_count", "blocks", "kept", "tiles"}  # fmt: skip
     cases = []
 
     def add(kernel: Any, label: str, constexprs: dict[str, Any], lanes: int, variant: dict[str, Any]) -> None:
         constexprs = {**constexprs, **variant["constexprs"]}
+        scores = "*fp32" if constexprs.get("SOURCE") in ("row", "kept") else "*i32"
         names = [n for n in kernel.arg_names if n not in constexprs]
-        signature = {n: "i32" if n in numbers or n.endswith("stride") else pointers.get(n, "*i32") for n in names}
+        types = {**pointers, "scores": scores}
+        signature = {n: "i32" if n in numbers or n.endswith("stride") else types.get(n, "*i32") for n in names}
         warps = lanes // variant.get("wave", 32)
         aligned = tuple(n for n in names if n not in numbers and n not in ("lengths_stride", "batch_stride"))
         cases.append(
@@ -497,14 +596,14 @@ def _cases() -> list[TargetCase]:
         )
 
     for variant in DEVICE_VARIANTS:
-        for source, block_size, last, paged, piece, cap in _VARIANTS:
+        for source, last, paged, piece, cap in _VARIANTS:
             constexprs = {
-                "SOURCE": source, "LAST": last, "SLOTS": paged, "PAGED": paged, "BY_ROW": False, "NEWEST": last and not
-                paged, "BLOCK_SIZE": block_size, "PAGE_SHIFT": 6, "LIST": cap, "CAP": cap, "TAIL": cap // 2,
-                "PIECE": piece,
+                "SOURCE": source, "LAST": last, "SLOTS": paged, "PAGED": paged, "BY_ROW": False, "BLOCK_SIZE": 8,
+                "PAGE_SHIFT": 6, "CAP": cap, "TAIL": 512 if paged else SHORT, "PIECE": piece,
             }  # fmt: skip
-            label = f"{source} {piece} {f'to {cap}' if not last else 'last' if paged else 'last, blocks'}"
+            label = f"{source} {piece} {'last' if last else f'to {cap}'}"
             add(pick_kernel, label, constexprs, _lanes(piece), variant)
+        add(block_keys_kernel, "blocks of 8", {"BLOCK_SIZE": 8, "TILE": BLOCKS_A_PROGRAM}, BLOCKS_A_PROGRAM, variant)
         add(sort_ids_kernel, "ids", {"TILE": 1024}, 256, variant)
     return cases
 
