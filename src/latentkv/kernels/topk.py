@@ -23,7 +23,6 @@ NOT_A_KEY = tl.constexpr(-(2**31))  # below every score's key
 LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf, and of NaN
 INFINITE_KEY = tl.constexpr(0x7F800000)
 VALUE_STEPS = tl.constexpr(3)  # first steps of a search, which divide the range of scores and not that of keys
-PROBES = tl.constexpr(16)  # parts in which a step of an exact search divides the range
 
 PIECE = 8192  # scores a program; 16 a lane at 512 lanes
 LONGEST = 16384  # what the last program of a row takes
@@ -163,8 +162,8 @@ def _pick(
             pieces = triton.cdiv(count, piece) if count > piece else 1
             last = pieces == 1
             cap = SHORT if last else passed
-            listed = not last or piece > cap
-            keys, entries = torch.empty(2, rows, pieces * cap if listed else 0, dtype=torch.int32, device=device)
+            stride = cap if not last or piece > cap else 0
+            keys, entries = torch.empty(2, rows, pieces * stride, dtype=torch.int32, device=device)
             pick_kernel[(rows * pieces,)](
                 scores,
                 scores.stride(0),
@@ -175,6 +174,7 @@ def _pick(
                 counts if counts is not None else positions,
                 keys,
                 entries,
+                stride,
                 positions,
                 slots,
                 table if table is not None else positions,
@@ -223,7 +223,7 @@ def _piece(count: int, passed: int, device: torch.device) -> int:
 
 
 def _lanes(piece: int) -> int:
-    return min(LANES, max(128, piece // 16))
+    return min(LANES, max(128, piece // 8))
 
 
 def _shift(page_size: int) -> int:
@@ -236,7 +236,8 @@ def _shift(page_size: int) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "width", "count", "pieces", "k", "columns", "batches", "rows_a_batch", "table_width", "page_size",
+        "scores_stride", "stride", "width", "count", "pieces", "k", "columns", "batches", "rows_a_batch", "table_width",
+        "page_size",
     ]
 )  # fmt: skip
 def pick_kernel(
@@ -249,6 +250,7 @@ def pick_kernel(
     counts,
     list_keys,
     list_entries,
+    stride,
     positions,
     slots,
     page_table,
@@ -292,46 +294,56 @@ def pick_kernel(
         end = tl.where(k > 0, (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
     elif SOURCE == "kept":
         end = tl.load(counts + row) * BLOCK_SIZE
-    entry = piece * PIECE + tl.arange(0, PIECE)
-    key = _keys(scores, names, entry, piece * PIECE, end, length, SOURCE, BLOCK_SIZE, PIECE)
+    e0, e1, e2, e3 = _quarters(PIECE, piece * PIECE)
+    k0 = _keys(scores, names, e0, end, length, SOURCE, BLOCK_SIZE)
+    k1 = _keys(scores, names, e1, end, length, SOURCE, BLOCK_SIZE)
+    k2 = _keys(scores, names, e2, end, length, SOURCE, BLOCK_SIZE)
+    k3 = _keys(scores, names, e3, end, length, SOURCE, BLOCK_SIZE)
+    low, high, above, reached = _range(k0, k1, k2, k3)
     if not LAST or PIECE > CAP:
-        low, above, reached = _narrow(key, k, CAP)
-        picked = _picked(key, low, above, reached, k, CAP)
-        found = tl.where(reached > CAP, k, reached)
-        rank = tl.cumsum(picked.to(tl.int32), axis=0) - 1
-        list_keys += (row * pieces + piece) * CAP
-        list_entries += (row * pieces + piece) * CAP
-        tl.store(list_keys + rank, key, mask=picked)
-        at = tl.arange(0, CAP)
+        low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, CAP)
+        p0, p1, p2, p3 = _picked(k0, k1, k2, k3, low, above, reached, k, CAP)
+        r0, r1, r2, r3 = _ranks(p0, p1, p2, p3)
+        reached = tl.where(reached > CAP, k, reached)
+        list_keys += (row * pieces + piece) * stride
+        list_entries += (row * pieces + piece) * stride
+        _append(list_keys, list_entries, names, k0, e0, r0, p0, LAST, SOURCE, BLOCK_SIZE)
+        _append(list_keys, list_entries, names, k1, e1, r1, p1, LAST, SOURCE, BLOCK_SIZE)
+        _append(list_keys, list_entries, names, k2, e2, r2, p2, LAST, SOURCE, BLOCK_SIZE)
+        _append(list_keys, list_entries, names, k3, e3, r3, p3, LAST, SOURCE, BLOCK_SIZE)
         if LAST:
-            tl.store(list_entries + rank, entry, mask=picked)
             tl.debug_barrier()
-            key = tl.load(list_keys + at, mask=at < found, other=NOT_A_KEY)
-            entry = tl.load(list_entries + at, mask=at < found, other=0)
+            e0, e1, e2, e3 = _quarters(CAP, 0)
+            k0, e0 = _listed(list_keys, list_entries, e0, reached)
+            k1, e1 = _listed(list_keys, list_entries, e1, reached)
+            k2, e2 = _listed(list_keys, list_entries, e2, reached)
+            k3, e3 = _listed(list_keys, list_entries, e3, reached)
         else:
-            tl.store(list_entries + rank, _position(names, entry, picked, SOURCE, BLOCK_SIZE), mask=picked)
-            tl.store(list_keys + at, NOT_A_KEY, mask=at >= found)
+            at = tl.arange(0, CAP)
+            tl.store(list_keys + at, NOT_A_KEY, mask=at >= reached)
     if LAST:
-        low, above, reached = _search(key, k)
-        picked = _picked(key, low, above, reached, k, k)
-        rank = tl.cumsum(picked.to(tl.int32), axis=0) - 1
+        low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, k)
+        p0, p1, p2, p3 = _picked(k0, k1, k2, k3, low, above, reached, k, k)
+        r0, r1, r2, r3 = _ranks(p0, p1, p2, p3)
         found = tl.minimum(reached, k)
-        index = _position(names, entry, picked, SOURCE, BLOCK_SIZE)
+        known = True
+        table = page_table
+        if PAGED:
+            if BY_ROW:
+                batch = tl.load(row_to_batch + row * batch_stride).to(tl.int64)
+            else:
+                batch = row // rows_a_batch
+            known = (batch >= 0) & (batch < batches)
+            table += tl.where(known, batch, 0) * table_stride
+            table_width = tl.where(known, table_width, 0)
         positions += row * columns
         slots += row * columns
-        tl.store(positions + rank, index, mask=picked)
-        if SLOTS:
-            slot = index
-            if PAGED:
-                if BY_ROW:
-                    batch = tl.load(row_to_batch + row * batch_stride).to(tl.int64)
-                else:
-                    batch = row // rows_a_batch
-                known = (batch >= 0) & (batch < batches)
-                table = page_table + tl.where(known, batch, 0) * table_stride
-                slot = _slots(table, index, picked, tl.where(known, table_width, 0), page_size, PAGE_SHIFT)
-            tl.store(slots + rank, slot, mask=picked)
-        else:  # the newest block has the largest id
+        pages = (slots, table, table_width, page_size)
+        _write(positions, names, e0, r0, p0, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
+        _write(positions, names, e1, r1, p1, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
+        _write(positions, names, e2, r2, p2, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
+        _write(positions, names, e3, r3, p3, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
+        if not SLOTS:  # the newest block has the largest id
             newest = (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
             tl.store(positions + found, newest, mask=newest >= 0)
             found += tl.where(newest >= 0, 1, 0)
@@ -343,29 +355,53 @@ def pick_kernel(
 
 
 @triton.jit
-def _keys(scores, names, entry, first, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-          PIECE: tl.constexpr):  # fmt: skip
-    """Keys of the entries; NOT_A_KEY from `end` on, where nothing is read."""
-    if SOURCE == "kept":
-        there = entry < end
-        index = _position(names, entry, there, SOURCE, BLOCK_SIZE)
-        there &= index < length
-        return tl.where(there, _key(tl.load(scores + index, mask=there, other=0.0)), NOT_A_KEY)
-    else:
-        if first + PIECE <= end:  # without a mask loads are wide
-            key = _as_key(tl.load(scores + entry), SOURCE)
-        else:
-            there = entry < end
-            key = tl.where(there, _as_key(tl.load(scores + entry, mask=there, other=0), SOURCE), NOT_A_KEY)
-        return key
+def _quarters(SIZE: tl.constexpr, first):
+    e0 = first + tl.arange(0, SIZE // 4)
+    return e0, e0 + SIZE // 4, e0 + 2 * (SIZE // 4), e0 + 3 * (SIZE // 4)
 
 
 @triton.jit
-def _as_key(x, SOURCE: tl.constexpr):
-    if SOURCE == "row":
-        return _key(x)
-    else:
-        return x
+def _keys(scores, names, entry, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Keys of the entries; NOT_A_KEY from `end` on, where nothing is read."""
+    there = entry < end
+    index = entry
+    if SOURCE == "kept":
+        index = _position(names, entry, there, SOURCE, BLOCK_SIZE)
+        there &= index < length
+    score = tl.load(scores + index, mask=there, other=0)
+    if SOURCE == "row" or SOURCE == "kept":
+        score = _key(score)
+    return tl.where(there, score, NOT_A_KEY)
+
+
+@triton.jit
+def _append(list_keys, list_entries, names, key, entry, rank, picked, LAST: tl.constexpr, SOURCE: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Store what is picked; the last list keeps entries, so that positions are looked up for few of them."""
+    tl.store(list_keys + rank, key, mask=picked)
+    if not LAST:
+        entry = _position(names, entry, picked, SOURCE, BLOCK_SIZE)
+    tl.store(list_entries + rank, entry, mask=picked)
+
+
+@triton.jit
+def _listed(list_keys, list_entries, at, found):
+    """Keys and entries of a list."""
+    there = at < found
+    return tl.load(list_keys + at, mask=there, other=NOT_A_KEY), tl.load(list_entries + at, mask=there, other=0)
+
+
+@triton.jit
+def _write(positions, names, entry, rank, picked, pages, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+           SLOTS: tl.constexpr, PAGED: tl.constexpr, PAGE_SHIFT: tl.constexpr):  # fmt: skip
+    """Store positions and slots of what is picked."""
+    index = _position(names, entry, picked, SOURCE, BLOCK_SIZE)
+    tl.store(positions + rank, index, mask=picked)
+    if SLOTS:
+        slots, table, table_width, page_size = pages
+        if PAGED:
+            index = _slots(table, index, picked, table_width, page_size, PAGE_SHIFT)
+        tl.store(slots + rank, index, mask=picked)
 
 
 @triton.jit
@@ -394,39 +430,33 @@ def _score(key):
 
 
 @triton.jit
-def _range(key):
-    """The lowest key, the highest plus 1, and how many there are."""
-    count = tl.sum((key > NOT_A_KEY).to(tl.int32), axis=0)
-    low = tl.min(tl.where(key > NOT_A_KEY, key, 0x7FFFFFFF), axis=0)
-    return low, tl.max(key, axis=0) + 1, count
+def _range(k0, k1, k2, k3):
+    """The lowest key, the highest plus 1, 0, and how many keys there are."""
+    ours = (k0 > NOT_A_KEY).to(tl.int32) + (k1 > NOT_A_KEY).to(tl.int32)
+    count = tl.sum(ours + (k2 > NOT_A_KEY).to(tl.int32) + (k3 > NOT_A_KEY).to(tl.int32), axis=0)
+    low = tl.min(tl.minimum(tl.minimum(_or_top(k0), _or_top(k1)), tl.minimum(_or_top(k2), _or_top(k3))), axis=0)
+    high = tl.max(tl.maximum(tl.maximum(k0, k1), tl.maximum(k2, k3)), axis=0) + 1
+    return low, high, tl.full([], 0, tl.int32), count
 
 
 @triton.jit
-def _probe(low, high, part, of: tl.constexpr, step):
-    """The key at part / of of the way from `low` to `high`, which are not neighbours; between them."""
-    span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
-    probe = low + (tl.maximum(span // of, 1) * part.to(tl.uint32)).to(tl.int32, bitcast=True)
-    if (step < VALUE_STEPS) & (low > LOWEST_KEY) & (high < INFINITE_KEY):
-        share = part.to(tl.float32) * (1.0 / of)
-        probe = _key(_score(low) * (1.0 - share) + _score(high) * share)
-    # a sum that passed int32's end lies below `low`
-    return tl.minimum(tl.maximum(tl.where(probe < low, high, probe), low + 1), high - 1)
+def _or_top(key):
+    """Keys, and int32's largest number instead of NOT_A_KEY."""
+    return tl.where(key > NOT_A_KEY, key, 0x7FFFFFFF)
 
 
 @triton.jit
-def _narrow(key, k, CAP: tl.constexpr):
-    """(low, above, reached): `reached` keys are at least `low`: at least k, or all, and at most CAP if possible.
+def _narrow(k0, k1, k2, k3, low, high, above, reached, k, cap):
+    """Raise `low` and lower `high` until `reached` keys are at least `low`: at least k, or all, and at most cap.
 
-    Where it is not possible, keys equal to `low` are to blame, and `above` of the keys are larger, fewer than k.
+    `above` keys are at least `high`, fewer than k. It ends with more than cap where keys equal to `low` are to blame.
     """
-    low, high, reached = _range(key)
-    above = tl.full([], 0, tl.int32)
     step = tl.full([], 0, tl.int32)
-    one = tl.full([], 1, tl.int32)
-    while (reached > CAP) & (high != low + 1):
-        lower, upper = _probe(low, high, one, 3, step), _probe(low, high, one * 2, 3, step)
-        # both counts in one sum: a piece has fewer than 2^16 entries
-        both = tl.sum((key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16), axis=0)
+    while (reached > cap) & (high != low + 1):
+        # two keys divide the range in three; both counts in one sum, as a piece has fewer than 2^16 entries
+        lower, upper = _thirds(low, high, step)
+        both = _reach(k0, lower, upper) + _reach(k1, lower, upper) + _reach(k2, lower, upper)
+        both = tl.sum(both + _reach(k3, lower, upper), axis=0)
         at_lower, at_upper = both & 0xFFFF, both >> 16
         if at_upper >= k:
             low, reached = upper, at_upper
@@ -435,36 +465,55 @@ def _narrow(key, k, CAP: tl.constexpr):
         else:
             high, above = lower, at_lower
         step += 1
-    return low, above, reached
+    return low, high, above, reached
 
 
 @triton.jit
-def _search(key, k):
-    """`_narrow` to exactly k, by many probes a step."""
-    low, high, reached = _range(key)
-    above = tl.full([], 0, tl.int32)
-    step = tl.full([], 0, tl.int32)
-    part = tl.arange(0, PROBES)
-    while (reached > k) & (high != low + 1):
-        probe = _probe(low, high, part, PROBES, step)
-        at_least = tl.sum((key[None, :] >= probe[:, None]).to(tl.int32), axis=1)
-        enough = at_least >= k
-        low = tl.maximum(low, tl.max(tl.where(enough, probe, low), axis=0))
-        high = tl.minimum(high, tl.min(tl.where(enough, high, probe), axis=0))
-        reached = tl.minimum(reached, tl.min(tl.where(enough, at_least, reached), axis=0))
-        above = tl.maximum(above, tl.max(tl.where(enough, above, at_least), axis=0))
-        step += 1
-    return low, above, reached
+def _thirds(low, high, step):
+    """Keys above `low` and below `high`, which are not neighbours; at first thirds of the scores, then of the keys."""
+    span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+    third = tl.maximum(span // 3, 1).to(tl.int32, bitcast=True)
+    lower, upper = low + third, high - third
+    if (step < VALUE_STEPS) & (low > LOWEST_KEY) & (high < INFINITE_KEY):
+        a, b = _score(low) * (1.0 / 3.0), _score(high) * (1.0 / 3.0)
+        lower, upper = _key(a + a + b), _key(a + b + b)
+    lower = tl.minimum(tl.maximum(lower, low + 1), high - 1)
+    return lower, tl.minimum(tl.maximum(upper, lower), high - 1)
 
 
 @triton.jit
-def _picked(key, low, above, reached, k, cap):
+def _reach(key, lower, upper):
+    return (key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16)
+
+
+@triton.jit
+def _picked(k0, k1, k2, k3, low, above, reached, k, cap):
     """Which keys are kept: all that are at least `low`, or where those are too many the first equal ones only."""
-    picked = (key >= low) & (key > NOT_A_KEY)
+    low = tl.maximum(low, NOT_A_KEY + 1)
+    p0, p1, p2, p3 = k0 >= low, k1 >= low, k2 >= low, k3 >= low
     if reached > cap:
-        tie = key == low
-        picked = (key > low) | (tie & (tl.cumsum(tie.to(tl.int32), axis=0) <= k - above))
-    return picked
+        r0, r1, r2, r3 = _ranks(k0 == low, k1 == low, k2 == low, k3 == low)
+        room = k - above
+        p0, p1 = p0 & ((k0 > low) | (r0 < room)), p1 & ((k1 > low) | (r1 < room))
+        p2, p3 = p2 & ((k2 > low) | (r2 < room)), p3 & ((k3 > low) | (r3 < room))
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _ranks(p0, p1, p2, p3):
+    """How many flags are set before each, in the order of quarters; one scan counts all four, 16 bits each."""
+    flags = p0.to(tl.int64) + (p1.to(tl.int64) << 16) + (p2.to(tl.int64) << 32) + (p3.to(tl.int64) << 48)
+    before = tl.cumsum(flags, axis=0) - flags
+    total = tl.sum(flags, axis=0)
+    b1 = _field(total, 0)
+    b2 = b1 + _field(total, 16)
+    b3 = b2 + _field(total, 32)
+    return _field(before, 0), _field(before, 16) + b1, _field(before, 32) + b2, _field(before, 48) + b3
+
+
+@triton.jit
+def _field(packed, SHIFT: tl.constexpr):
+    return ((packed >> SHIFT) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -579,8 +628,8 @@ _VARIANTS = (
 
 def _cases() -> list[TargetCase]:
     pointers = {"logits": "*fp32", "marks": "*u8"}
-    numbers = {"width", "count", "pieces", "k", "columns", "batches", "rows_a_batch", "table_width", "page_size",
-               "given_count", "blocks", "kept", "tiles"}  # fmt: skip
+    numbers = {"stride", "width", "count", "pieces", "k", "columns", "batches", "rows_a_batch", "table_width",
+               "page_size", "given_count", "blocks", "kept", "tiles"}  # fmt: skip
     cases = []
 
     def add(kernel: Any, label: str, constexprs: dict[str, Any], lanes: int, variant: dict[str, Any]) -> None:
@@ -590,7 +639,8 @@ def _cases() -> list[TargetCase]:
         types = {**pointers, "scores": scores}
         signature = {n: "i32" if n in numbers or n.endswith("stride") else types.get(n, "*i32") for n in names}
         warps = lanes // variant.get("wave", 32)
-        aligned = tuple(n for n in names if n not in numbers and n not in ("lengths_stride", "batch_stride"))
+        unaligned = numbers | {"scores_stride", "lengths_stride", "batch_stride"}
+        aligned = tuple(n for n in names if n not in unaligned)
         cases.append(
             TargetCase(kernel, label, signature, constexprs, warps, aligned, targets=tuple(variant["targets"]))
         )
