@@ -109,6 +109,7 @@ class Build:
         seconds: spent compiling; little if Triton's disk cache had it.
         usage: None if it did not compile.
         error: the compiler's complaint, in one line.
+        spills_allowed: as in `TargetCase`; so many may also take scratch.
     """
 
     stage: str
@@ -118,6 +119,7 @@ class Build:
     seconds: float
     usage: Usage | None
     error: str | None = None
+    spills_allowed: int = 0
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -125,9 +127,10 @@ class Build:
         if self.usage is None:
             return (self.error or "not compiled",)
         limit = TARGETS[self.target].shared_limit
+        spilling = self.usage.spills > self.spills_allowed
         found = (
-            (self.usage.spills, f"spills {self.usage.spills}"),
-            (self.usage.scratch_bytes, f"scratch {self.usage.scratch_bytes} B"),
+            (spilling, f"spills {self.usage.spills}"),
+            (self.usage.scratch_bytes and (spilling or not self.usage.spills), f"scratch {self.usage.scratch_bytes} B"),
             (self.usage.shared_bytes > limit, f"shared {self.usage.shared_bytes} B of {limit}"),
         )
         return tuple(text for is_bad, text in found if is_bad)
@@ -234,7 +237,9 @@ def _build(item: tuple[CaseAddress, Target, Path | None]) -> Build:
             _write_assembly(asm_folder, f"{address.stage}-{kernel}-{case.label}-{target.name}", assembly)
     except Exception as failure:  # whatever the compiler raises is the build's result
         error = error_line(failure)
-    return Build(address.stage, kernel, case.label, target.name, time.perf_counter() - started, usage, error)
+    return Build(
+        address.stage, kernel, case.label, target.name, time.perf_counter() - started, usage, error, case.spills_allowed
+    )
 
 
 def compile_case(case: TargetCase, target: Target) -> tuple[Usage, dict[str, str | bytes]]:
@@ -254,13 +259,16 @@ def compile_case(case: TargetCase, target: Target) -> tuple[Usage, dict[str, str
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
     if differing := sorted(set(names) ^ (set(case.signature) | set(case.constexprs))):
         raise ValueError(f"case {case.label}: {', '.join(differing)} missing, or not the kernel's")
     signature = {name: "constexpr" if name in case.constexprs else case.signature[name] for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
-    source = ASTSource(case.kernel, signature, constexprs=dict(case.constexprs), attrs=attrs)
+    source_of = GluonASTSource if case.kernel.is_gluon() else ASTSource
+    constants = {(names.index(name),): value for name, value in case.constexprs.items()}
+    source = source_of(case.kernel, signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(
         source,
         target=GPUTarget(target.backend, target.arch, target.warp_size),

@@ -75,6 +75,8 @@ TABLE = angle_table(4, CPU)
         (Q, {"empty_lse": 0.0}, ValueError, "empty_lse: 0.0 given, -inf or inf accepted"),
         (Q, {"empty_lse": math.nan}, ValueError, "empty_lse: nan given, -inf or inf accepted"),
         (Q, {"extra": 3}, TypeError, "extra: int given, latentkv.Rows needed"),
+        (Q, {"splits": 0}, ValueError, "splits: 0 given, 1 to 64"),
+        (Q, {"splits": 65}, ValueError, "splits: 65 given, 1 to 64"),
     ],
 )
 def test_bad_arguments_are_refused(pool, query, options, error, message):

@@ -1,5 +1,7 @@
 """Reading what the compilers say, and judging it."""
 
+from dataclasses import replace
+
 import pytest
 
 from latentkv.targets import (
@@ -79,6 +81,13 @@ def _build(target: str = "gfx942", error: str | None = None, **changes: int) -> 
     )
     usage = None if error else Usage(**(fields | changes))
     return Build("store", "kernel", "label", target, 0.1, usage, error)
+
+
+def test_known_spills_pass_and_one_more_does_not():
+    known = replace(_build(spills=3, scratch_bytes=16), spills_allowed=3)
+    assert known.problems == ()
+    assert replace(known, spills_allowed=2).problems == ("spills 3", "scratch 16 B")
+    assert replace(_build(scratch_bytes=8), spills_allowed=3).problems == ("scratch 8 B",)
 
 
 @pytest.mark.parametrize(

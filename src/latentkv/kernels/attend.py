@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from latentkv.kernels import attend_hopper
 from latentkv.kernels import device as dev
 from latentkv.kernels.launch import (
     DEVICE_VARIANTS,
     TargetCase,
     common_options,
+    is_hopper,
     is_rdna,
     layout_constants,
     on_device,
@@ -34,6 +36,8 @@ from latentkv.layout import LATENT_DIM, KVLayout
 BF16, F32 = torch.bfloat16, torch.float32
 LOG2E = tl.constexpr(1.4426950408889634)
 MERGED_ROWS = 4
+SPILLED_CONSTANTS = 64  # of the Hopper kernel's loops, with Triton 3.9; none with 3.6
+FEWEST_HOPPER_HEADS = 17  # below, a tile of 64 heads is mostly empty
 
 
 def sparse_mla(
@@ -71,32 +75,49 @@ def sparse_mla(
         far = replace(near, slots=window_slots[:, :0], lengths=None)
     else:
         far = _Segment(extra, extra_slots, extra_lengths, KVLayout.parse(extra_layout), extra_page_size)
-    shape = tile(heads, near.layout, is_rdna(query.device))
+    last = (outs, lses, tokens, splits, float("-inf") if partial else empty_lse)
+    flags = {"SINK": ending[0] is not None, "ROTATE": ending[1] is not None}
     with on_device(query):
-        sparse_mla_kernel[(tokens * triton.cdiv(heads, shape["HEADS"]), splits)](
-            query,
-            pair_stride(query.stride(0), in_words),
-            pair_stride(query.stride(1), in_words),
-            heads,
-            *near.arguments(),
-            *far.arguments(),
-            scale,
-            *_ending(query, *ending),
-            outs,
-            lses,
-            tokens,
-            splits,
-            float("-inf") if partial else empty_lse,
-            **near.constants("WINDOW"),
-            **far.constants("EXTRA"),
-            SINK=ending[0] is not None,
-            ROTATE=ending[1] is not None,
-            QUERY_WORDS=in_words,
-            FREQ_WORDS=freqs is None or words(freqs),
-            **shape,
-            num_stages=1,
-            **common_options(query.device),
-        )
+        if is_hopper(query.device) and heads >= FEWEST_HOPPER_HEADS and near.fits_hopper() and far.fits_hopper():
+            flags["EXTRA"] = far.slots.shape[1] > 0
+            where = {**near.constants("WINDOW"), **far.constants("EXTRA")}
+            attend_hopper.sparse_mla_hopper_kernel[(tokens * triton.cdiv(heads, attend_hopper.HEADS), splits)](
+                query,
+                query.stride(0),
+                query.stride(1),
+                heads,
+                *near.arguments(8),
+                *far.arguments(8),
+                scale,
+                *_ending(query, *ending, in_pairs=False),
+                *last,
+                **{k: v for k, v in where.items() if k in attend_hopper.sparse_mla_hopper_kernel.arg_names},
+                **flags,
+                num_warps=attend_hopper.WARPS,
+                enable_fp_fusion=False,
+                launch_pdl=True,
+            )
+        else:
+            shape = tile(heads, near.layout, is_rdna(query.device))
+            sparse_mla_kernel[(tokens * triton.cdiv(heads, shape["HEADS"]), splits)](
+                query,
+                pair_stride(query.stride(0), in_words),
+                pair_stride(query.stride(1), in_words),
+                heads,
+                *near.arguments(near.layout.pair_bytes),
+                *far.arguments(far.layout.pair_bytes),
+                scale,
+                *_ending(query, *ending),
+                *last,
+                **near.constants("WINDOW"),
+                **far.constants("EXTRA"),
+                **flags,
+                QUERY_WORDS=in_words,
+                FREQ_WORDS=freqs is None or words(freqs),
+                **shape,
+                num_stages=1,
+                **common_options(query.device),
+            )
     if partial:
         _merge(outs, lses, sink, freqs, positions, empty_lse, out, lse)
     return out, lse
@@ -166,10 +187,15 @@ class _Segment:
     layout: KVLayout
     page_size: int
 
-    def arguments(self) -> tuple[Any, ...]:
-        """In the kernel's order; without lengths, theirs are never read."""
+    def fits_hopper(self) -> bool:
+        """Whether `attend_hopper` decodes the layout, and every row begins at a multiple of 16 bytes."""
+        aligned = self.cache.data_ptr() % 16 == 0 and self.cache.stride(0) % 16 == 0
+        return aligned and self.layout.split.name in attend_hopper.ENCODINGS
+
+    def arguments(self, unit: int) -> tuple[Any, ...]:
+        """In the kernel's order, `unit` bytes being what it reads at a time; without lengths, theirs are never read."""
         cache, slots = self.cache, self.slots
-        data_stride = cache.stride(0) // self.layout.pair_bytes if page_words(cache) else cache.stride(0)
+        data_stride = cache.stride(0) // unit if page_words(cache) else cache.stride(0)
         counts = slots if self.lengths is None else self.lengths
         widths = slots.shape[1], cache.shape[0] * self.page_size
         return cache, cache.stride(0), data_stride, slots, slots.stride(0), counts, counts.stride(0), *widths
@@ -181,12 +207,15 @@ class _Segment:
         return {f"{name}_{key}": value for key, value in found.items()}
 
 
-def _ending(x: Tensor, sink: Tensor | None, freqs: Tensor | None, positions: Tensor | None) -> tuple[Any, ...]:
+def _ending(
+    x: Tensor, sink: Tensor | None, freqs: Tensor | None, positions: Tensor | None, in_pairs: bool = True
+) -> tuple[Any, ...]:
     """Arguments of sink and rotation; absent ones are never read."""
     found = (x if sink is None else sink,)
     if freqs is None or positions is None:
         return (*found, x, 0, 0, x, 0)
-    return (*found, freqs, pair_stride(freqs.stride(0), words(freqs)), freqs.shape[0], positions, positions.stride(0))
+    stride = pair_stride(freqs.stride(0), in_pairs and words(freqs))
+    return (*found, freqs, stride, freqs.shape[0], positions, positions.stride(0))
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -529,6 +558,7 @@ def merge_kernel(
 
 _PAIRS = ((KVLayout.V41, KVLayout.V41_FP4), (KVLayout.V4, KVLayout.V4), (KVLayout.V41_MXFP4, KVLayout.V41_MXFP4),
           (KVLayout.BF16, KVLayout.BF16))  # fmt: skip
+_HOPPER_PAIRS = ((KVLayout.V41, KVLayout.V41_FP4), (KVLayout.V41, KVLayout.V41), (KVLayout.V41_FP4, KVLayout.V41_FP4))
 _TYPES = {"window": "*u8", "extra": "*u8", "window_slots": "*i32", "extra_slots": "*i32", "window_lengths": "*i32",
           "extra_lengths": "*i32", "scale": "fp32", "sink": "*fp32", "lse": "*fp32", "lses": "*fp32", "outs": "*fp32",
           "empty_lse": "fp32"}  # fmt: skip
@@ -536,14 +566,19 @@ _STRIDES = ("window_page_stride", "window_data_stride", "window_slots_stride", "
             "extra_data_stride", "extra_slots_stride", "split_stride", "token_stride")  # fmt: skip
 
 
+def _constants(near: KVLayout, far: KVLayout) -> dict[str, Any]:
+    found: dict[str, Any] = {f"WINDOW_{k}": v for k, v in layout_constants(near, 256).items()}
+    found.update({f"EXTRA_{k}": v for k, v in layout_constants(far, 256).items()})
+    found.update({f"{s}_{k}": True for s in ("WINDOW", "EXTRA") for k in ("LENGTHS", "PAGE_WORDS")})
+    return found
+
+
 def _cases() -> list[TargetCase]:
     cases = []
     flags = {"SINK": True, "ROTATE": True, "QUERY_WORDS": True, "FREQ_WORDS": True, "OUT_WORDS": True}
     options = {"enable_fp_fusion": False, "num_stages": 1}
     for near, far in _PAIRS:
-        where = {f"WINDOW_{k}": v for k, v in layout_constants(near, 256).items()}
-        where.update({f"EXTRA_{k}": v for k, v in layout_constants(far, 256).items()})
-        where.update({f"{s}_{k}": True for s in ("WINDOW", "EXTRA") for k in ("LENGTHS", "PAGE_WORDS")})
+        where = _constants(near, far)
         for variant in DEVICE_VARIANTS:
             rdna = "gfx1201" in variant["targets"]
             for heads in (64,) if rdna else (16, 64):
@@ -551,6 +586,16 @@ def _cases() -> list[TargetCase]:
                 label, warps = f"sparse_mla {near} + {far} x{shape['HEADS']}", shape.pop("num_warps")
                 case = case_of(sparse_mla_kernel, label, variant, warps, _TYPES, _STRIDES, **shape, **flags, **where)
                 cases.append(replace(case, options=options))
+    hopper = next(v for v in DEVICE_VARIANTS if v["targets"] == ("sm90",))
+    for near, far in _HOPPER_PAIRS:
+        where = _constants(near, far)
+        for partial in (False, True):
+            types = {**_TYPES, "out": "*fp32" if partial else "*bf16"}
+            label = f"sparse_mla {near} + {far} x64" + (" partial" if partial else "")
+            numbers = {**where, "EXTRA": True, "SINK": not partial, "ROTATE": not partial}
+            kernel, strides = attend_hopper.sparse_mla_hopper_kernel, (*_STRIDES, "query_stride", "head_stride")
+            case = case_of(kernel, label, hopper, attend_hopper.WARPS, types, strides, **numbers)
+            cases.append(replace(case, spills_allowed=SPILLED_CONSTANTS))
     for variant in DEVICE_VARIANTS:
         types = {**_TYPES, "out": "*bf16"}
         cases.append(case_of(merge_kernel, "merge", variant, 4, types, _STRIDES, ROWS=MERGED_ROWS, **flags))

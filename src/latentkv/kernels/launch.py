@@ -28,6 +28,7 @@ class TargetCase:
         aligned: names of runtime arguments known to be divisible by 16.
         options: further compile options.
         targets: names of the targets that launch this variant; empty if all do.
+        spills_allowed: spilled registers that are known and measured to be harmless.
     """
 
     kernel: Any
@@ -38,6 +39,7 @@ class TargetCase:
     aligned: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
     targets: tuple[str, ...] = ()
+    spills_allowed: int = 0
 
 
 # what `common_options` passes on each target, for the cases that are compiled offline
@@ -89,9 +91,8 @@ def common_options(device: torch.device) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"CAST": PORTABLE, "OVERLAP": False, "enable_fp_fusion": False}
     if device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        options["CAST"] = E4M3_CAST if capability == (9, 0) else BF16_CAST
-        if capability >= (9, 0):
+        options["CAST"] = E4M3_CAST if is_hopper(device) else BF16_CAST
+        if torch.cuda.get_device_capability(device) >= (9, 0):
             options.update(OVERLAP=True, launch_pdl=True)
     return options
 
@@ -106,6 +107,13 @@ def wave_size(device: torch.device) -> int:
 def is_rdna(device: torch.device) -> bool:
     """Whether the device is an AMD GPU with 32 lanes a wave; only launch choices may ask."""
     return torch.version.hip is not None and wave_size(device) == 32
+
+
+@lru_cache(maxsize=64)
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is sm_90; only launch choices may ask."""
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return cuda and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def narrow(dtype: torch.dtype) -> int:

@@ -1,0 +1,420 @@
+"""Stage `attend` on Hopper: the same function as `attend.sparse_mla_kernel`, scheduled by hand with Gluon.
+
+Plain Triton gives both warpgroups the whole score tile and spills; here each holds half of the rows' scores and half of
+the output, 64 heads of one query in a program. While the tensor cores multiply a block's probabilities with its rows,
+the next block is decoded from its codes into the other buffer of shared memory. fp4 rows stand there times 2^-8, so
+that decoding is one multiplication in bf16; scores and probabilities make up for it, exactly.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+HEADS, ROWS, WARPS = 64, 64, 8
+ENCODINGS = ("v41", "v41_fp4")  # of the layouts that are decoded here; the other ones take the portable kernel
+# two names of Triton 3.6 are others in 3.9
+_PUBLIC_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_LOG2E = gl.constexpr(1.4426950408889634)
+
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+_SHARED_PAIRS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
+_DENSE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+# units of eight bytes: two side by side a thread, eight rows a warp, so that neither memory sees a conflict
+_FP4_UNITS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16]],
+        [[1, 0], [2, 0], [4, 0], [0, 2], [0, 4]],
+        [[8, 0], [16, 0], [32, 0]],
+        [],
+        [64, 32],
+    )
+)
+_FP8_UNITS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32]],
+        [[1, 0], [2, 0], [4, 0], [0, 2], [0, 4]],
+        [[8, 0], [16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+
+# Eight words of two bf16 values from sixteen e2m1 codes ($8) times a pair of equal scales ($9): a code's three lower
+# bits, at 8..6 of a bf16 number, are its value times 2^-126.
+_NIBBLES = gl.constexpr(
+    "{.reg .b32 w, v, a, s, u, t;\nmov.b64 {w, v}, $8;\nshr.u32 u, w, 4;\nshr.u32 t, v, 4;\n"
+    + "".join(
+        f"prmt.b32 a, {word}, {upper}, {0x4000 + 0x1010 * byte};\nshl.b32 s, a, 4;\nshr.u32 a, a, 2;\n"
+        f"and.b32 a, a, 0x01C001C0;\nlop3.b32 a, s, 0x80008000, a, 0xEA;\nmul.rn.bf16x2 ${4 * half + byte}, a, $9;\n"
+        for half, (word, upper) in enumerate((("w", "u"), ("v", "t")))
+        for byte in range(4)
+    )
+    + "}"
+)
+# Four words from eight e4m3 codes ($4) and a pair of scales ($5): a code's lower bits, at 10..4, are its value times
+# 2^-120. A NaN code makes the four values around it NaN; a score and with it the row's head is NaN either way.
+_BYTES = gl.constexpr(
+    "{.reg .b32 w, v, a, b, s, up;\n.reg .pred p;\nmov.b64 {w, v}, $4;\nmov.b32 up, 0x7B807B80;\n"
+    + "".join(
+        f"and.b32 a, {word}, 0x7F7F7F7F;\nadd.u32 a, a, 0x01010101;\nand.b32 a, a, 0x80808080;\n"
+        "setp.ne.u32 p, a, 0;\nselp.b32 s, 0x7FC07FC0, $5, p;\n"
+        + "".join(
+            f"prmt.b32 a, {word}, 0, {select};\nshr.u32 b, a, 4;\nand.b32 b, b, 0x07F007F0;\n"
+            "lop3.b32 a, a, 0x80008000, b, 0xEA;\nmul.rn.bf16x2 a, a, up;\n"
+            f"mul.rn.bf16x2 ${2 * half + place}, a, s;\n"
+            for place, select in enumerate((0x1404, 0x3424))
+        )
+        for half, word in enumerate(("w", "v"))
+    )
+    + "}"
+)
+# have the sector at $1 brought to the L2 cache, where $2 is not 0
+_TO_L2 = gl.constexpr("{.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p prefetch.global.L2 [$1];\nmov.b32 $0, 0;\n}")
+_SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [8, 1], [1, 0]))
+_A_ROW_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+_PREFETCHED = gl.constexpr(1024)  # rows a segment; all programs' together must fit the cache
+
+_VARYING = ["heads", "window_width", "window_capacity", "extra_width", "extra_capacity", "max_positions", "tokens",
+            "splits"]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_VARYING)
+def sparse_mla_hopper_kernel(
+    query,
+    query_stride,
+    head_stride,
+    heads,
+    window,
+    window_page_stride,
+    window_data_stride,
+    window_slots,
+    window_slots_stride,
+    window_lengths,
+    window_lengths_stride,
+    window_width,
+    window_capacity,
+    extra,
+    extra_page_stride,
+    extra_data_stride,
+    extra_slots,
+    extra_slots_stride,
+    extra_lengths,
+    extra_lengths_stride,
+    extra_width,
+    extra_capacity,
+    scale,
+    sink,
+    freqs,
+    freqs_stride,
+    max_positions,
+    positions,
+    positions_stride,
+    out,
+    lse,
+    tokens,
+    splits,
+    empty_lse,
+    WINDOW_ENCODING: gl.constexpr,
+    WINDOW_PAGE_SHIFT: gl.constexpr,
+    WINDOW_DATA_STEP: gl.constexpr,
+    WINDOW_SCALE_BASE: gl.constexpr,
+    WINDOW_SCALE_STEP: gl.constexpr,
+    WINDOW_LENGTHS: gl.constexpr,
+    EXTRA_ENCODING: gl.constexpr,
+    EXTRA_PAGE_SHIFT: gl.constexpr,
+    EXTRA_DATA_STEP: gl.constexpr,
+    EXTRA_SCALE_BASE: gl.constexpr,
+    EXTRA_SCALE_STEP: gl.constexpr,
+    EXTRA_LENGTHS: gl.constexpr,
+    EXTRA: gl.constexpr,
+    SINK: gl.constexpr,
+    ROTATE: gl.constexpr,
+):
+    """Attend with 64 heads of one query over one split of its rows, in blocks of 64 rows.
+
+    Arguments as in `attend.sparse_mla_kernel`, data strides in units of eight bytes. A split has blocks of both kinds
+    or is padded with an empty one.
+    """
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    head_blocks = gl.cdiv(heads, 64)
+    token = (gl.program_id(0) // head_blocks).to(gl.int64)
+    first_head = (gl.program_id(0) % head_blocks) * 64
+    split = gl.program_id(1)
+
+    window_blocks = gl.cdiv(window_width, 64)
+    each = gl.cdiv(window_blocks + gl.cdiv(extra_width, 64), splits)
+    window_slots += token * window_slots_stride
+    extra_slots += token * extra_slots_stride
+    window_count = _count_of(window_lengths, window_lengths_stride, token, window_width, WINDOW_LENGTHS)
+    extra_count = _count_of(extra_lengths, extra_lengths_stride, token, extra_width, EXTRA_LENGTHS)
+    near = gl.minimum(split * each, window_blocks)
+    near_last = gl.maximum(gl.minimum((split + 1) * each, gl.cdiv(window_count, 64)), near + 1)
+    # past the split's own blocks nothing counts: the one padding block of a segment is empty
+    window_count = gl.minimum(window_count, gl.minimum((split + 1) * each, window_blocks) * 64)
+    far = gl.maximum(split * each - window_blocks, 0)
+    far_last = gl.maximum(gl.minimum((split + 1) * each - window_blocks, gl.cdiv(extra_count, 64)), far + 1)
+    extra_count = gl.minimum(extra_count, gl.maximum((split + 1) * each - window_blocks, 0) * 64)
+
+    # the slots are then in the L1 cache and the rows on their way to L2
+    _prefetch(
+        window, window_page_stride, window_slots, window_capacity, near, window_count,
+        WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
+    )  # fmt: skip
+    if EXTRA:
+        _prefetch(
+            extra, extra_page_stride, extra_slots, extra_capacity, far, extra_count,
+            EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
+        )  # fmt: skip
+    queries = gl.allocate_shared_memory(gl.bfloat16, [64, 512], _SHARED)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 512], _SHARED)
+    shares = gl.allocate_shared_memory(gl.bfloat16, [64, 64], _SHARED)
+    head = first_head + gl.arange(0, 64, gl.SliceLayout(1, _DENSE))
+    at = query + token * query_stride + (head.to(gl.int64) * head_stride)[:, None]
+    queries.store(
+        gl.load(at + gl.arange(0, 512, gl.SliceLayout(0, _DENSE))[None, :], mask=(head < heads)[:, None], other=0.0)
+    )
+    _fill(
+        rows.index(0), window, window_page_stride, window_data_stride, window_slots, window_capacity, near,
+        window_count, WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
+    )  # fmt: skip
+    hopper.fence_async_shared()
+    _barrier()
+    nothing = gl.zeros([64, 64], gl.float32, _SCORES)
+    scored = hopper.warpgroup_mma(queries, rows.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    score = hopper.warpgroup_mma_wait(0, deps=(scored,))
+
+    top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
+    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, _SCORES))
+    output = gl.zeros([64, 512], gl.float32, _OUTPUT)
+    step = 0
+    for block in range(near, near_last - 1):
+        pending, top, total = _add(
+            score, top, total, output, rows, shares, step, scale, window_slots, window_capacity, block, window_count,
+            WINDOW_ENCODING,
+        )  # fmt: skip
+        # earlier loads would not find registers
+        units, scales = _codes(
+            window, window_page_stride, window_data_stride, window_slots, window_capacity, block + 1, window_count,
+            WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
+        )  # fmt: skip
+        step += 1
+        score, output = _score(pending, queries, rows, step, units, scales, WINDOW_ENCODING)
+    if EXTRA:
+        pending, top, total = _add(
+            score, top, total, output, rows, shares, step, scale, window_slots, window_capacity, near_last - 1,
+            window_count, WINDOW_ENCODING,
+        )  # fmt: skip
+        units, scales = _codes(
+            extra, extra_page_stride, extra_data_stride, extra_slots, extra_capacity, far, extra_count,
+            EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
+        )  # fmt: skip
+        step += 1
+        score, output = _score(pending, queries, rows, step, units, scales, EXTRA_ENCODING)
+        for block in range(far, far_last - 1):
+            units, scales = _codes(
+                extra, extra_page_stride, extra_data_stride, extra_slots, extra_capacity, block + 1, extra_count,
+                EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
+            )  # fmt: skip
+            pending, top, total = _add(
+                score, top, total, output, rows, shares, step, scale, extra_slots, extra_capacity, block, extra_count,
+                EXTRA_ENCODING,
+            )  # fmt: skip
+            step += 1
+            score, output = _score(pending, queries, rows, step, units, scales, EXTRA_ENCODING)
+        share, top, shrink, total = _softmax(
+            score, top, total, scale, extra_slots, extra_capacity, far_last - 1, extra_count, EXTRA_ENCODING
+        )
+    else:
+        share, top, shrink, total = _softmax(
+            score, top, total, scale, window_slots, window_capacity, near_last - 1, window_count, WINDOW_ENCODING
+        )
+    shares.store(share)
+    output = output * gl.convert_layout(shrink, gl.SliceLayout(1, _OUTPUT))[:, None]
+    hopper.fence_async_shared()
+    _barrier()
+    pending = hopper.warpgroup_mma(shares, rows.index(step % 2), output, is_async=True)
+    output = hopper.warpgroup_mma_wait(0, deps=(pending,))
+
+    head = first_head + gl.arange(0, 64, gl.SliceLayout(1, _SCORES))
+    item = token * heads + head
+    weight = 1.0 / gl.where(total == 0, 1.0, total)
+    log_sum = gl.where(total == 0, float("-inf"), top + gl.log(total))
+    if SINK:
+        logit = gl.load(sink + head, mask=head < heads, other=0.0)
+        weight *= gl.where(total == 0, 0.0, 1.0 / (1.0 + gl.exp2((logit - log_sum) * _LOG2E)))
+    output = output * gl.convert_layout(weight, gl.SliceLayout(1, _OUTPUT))[:, None]
+    if ROTATE:
+        place = gl.load(positions + token * positions_stride).to(gl.int64)
+        place = gl.where((place >= 0) & (place < max_positions), place, 0)
+        output = _turn_back(output, freqs + place * freqs_stride)
+    to = (split.to(gl.int64) * tokens + token) * heads
+    gl.store(
+        lse + split.to(gl.int64) * tokens * heads + item, gl.where(total == 0, empty_lse, log_sum), mask=head < heads
+    )
+    if out.dtype.element_ty == gl.float32:
+        head = first_head + gl.arange(0, 64, gl.SliceLayout(1, _OUTPUT))
+        place = gl.arange(0, 512, gl.SliceLayout(0, _OUTPUT))
+        gl.store(out + ((to + head) * 512)[:, None] + place[None, :], output, mask=(head < heads)[:, None])
+    else:  # through shared memory: a register tile's rows are 16 bytes wide
+        rows.index(0).store(output.to(gl.bfloat16))
+        _barrier()
+        head = first_head + gl.arange(0, 64, gl.SliceLayout(1, _DENSE))
+        place = gl.arange(0, 512, gl.SliceLayout(0, _DENSE))
+        at = out + ((to + head) * 512)[:, None] + place[None, :]
+        gl.store(at, rows.index(0).load(_DENSE), mask=(head < heads)[:, None])
+
+
+@gluon.jit
+def _count_of(lengths, lengths_stride, token, width, LENGTHS: gl.constexpr):
+    if LENGTHS:
+        length = gl.load(lengths + token * lengths_stride).to(gl.int64)
+        return gl.minimum(gl.maximum(length, 0), width).to(gl.int32)
+    else:
+        return width
+
+
+@gluon.jit
+def _valid_slots(slots, capacity, first, count, SIZE: gl.constexpr, layout: gl.constexpr):
+    """SIZE slots from the `first` on, 0 in place of those that are not valid, and which are."""
+    place = first + gl.arange(0, SIZE, layout)
+    slot = gl.load(slots + place, mask=place < count, other=-1)
+    valid = (slot >= 0) & (slot < capacity)
+    return gl.where(valid, slot, 0), valid
+
+
+@gluon.jit
+def _prefetch(
+    cache, page_stride, slots, capacity, block, count, ENCODING: gl.constexpr, PAGE_SHIFT: gl.constexpr,
+    DATA_STEP: gl.constexpr, SCALE_BASE: gl.constexpr, SCALE_STEP: gl.constexpr,
+):  # fmt: skip
+    SECTORS: gl.constexpr = 8 if ENCODING == "v41_fp4" else 16
+    for first in range(block * 64, gl.minimum(count, block * 64 + _PREFETCHED), 256):
+        slot, valid = _valid_slots(slots, capacity, first, count, 256, gl.SliceLayout(1, _SECTORS))
+        page, offset = (slot >> PAGE_SHIFT).to(gl.int64), slot & ((1 << PAGE_SHIFT) - 1)
+        sector = 32 * gl.arange(0, SECTORS, gl.SliceLayout(0, _SECTORS))
+        at = cache + (page * page_stride + offset * DATA_STEP)[:, None] + sector[None, :]
+        wanted = valid[:, None].to(gl.int32) + 0 * sector[None, :]
+        gl.inline_asm_elementwise(_TO_L2, "=r,l,r", [at, wanted], gl.int32, is_pure=False, pack=1)
+        slot, valid = _valid_slots(slots, capacity, first, count, 256, _A_ROW_EACH)
+        page, offset = (slot >> PAGE_SHIFT).to(gl.int64), slot & ((1 << PAGE_SHIFT) - 1)
+        at = cache + page * page_stride + (SCALE_BASE + offset * SCALE_STEP)
+        gl.inline_asm_elementwise(_TO_L2, "=r,l,r", [at, valid.to(gl.int32)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _codes(
+    cache, page_stride, data_stride, slots, capacity, block, count, ENCODING: gl.constexpr, PAGE_SHIFT: gl.constexpr,
+    DATA_STEP: gl.constexpr, SCALE_BASE: gl.constexpr, SCALE_STEP: gl.constexpr,
+):  # fmt: skip
+    """Units of eight bytes of a block's rows, and each unit's scale byte; zero where a row is not valid."""
+    UNITS: gl.constexpr = 32 if ENCODING == "v41_fp4" else 64
+    LAYOUT: gl.constexpr = _FP4_UNITS if ENCODING == "v41_fp4" else _FP8_UNITS
+    slot, valid = _valid_slots(slots, capacity, block * 64, count, 64, gl.SliceLayout(1, LAYOUT))
+    page, offset = (slot >> PAGE_SHIFT).to(gl.int64), (slot & ((1 << PAGE_SHIFT) - 1)).to(gl.int32)
+    unit = gl.arange(0, UNITS, gl.SliceLayout(0, LAYOUT))[None, :]
+    at = cache.to(gl.pointer_type(gl.int64), bitcast=True)
+    at = at + (page * data_stride + offset * (DATA_STEP // 8))[:, None] + unit
+    units = gl.load(at, mask=valid[:, None], other=0)
+    scales = cache + (page * page_stride + SCALE_BASE + offset * SCALE_STEP)[:, None]
+    if ENCODING == "v41_fp4":
+        scales = gl.load(scales + unit, mask=valid[:, None], other=0)
+    else:
+        scales = gl.load(scales + unit // 4, mask=valid[:, None], other=0)
+    return units, scales
+
+
+@gluon.jit
+def _decode(buffer, units, scales, ENCODING: gl.constexpr):
+    """Write a block's rows as bf16 to shared memory; fp4 rows times 2^-8."""
+    code = scales.to(gl.int32)
+    if ENCODING == "v41_fp4":
+        value = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(gl.float32, bitcast=True) * 2.0**120 * 2.0**118
+        bits = gl.where((code & 0x7F) == 0x7F, 0x7FC0, (value.to(gl.int32, bitcast=True) >> 16) & 0xFFFF)
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            _NIBBLES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r", [units, bits | (bits << 16)], (gl.int32,) * 8,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        even = gl.join(gl.join(a, e), gl.join(c, g))
+        odd = gl.join(gl.join(b, f), gl.join(d, h))
+    else:
+        bits = gl.where(code == 255, 0x7FC0, gl.where(code == 0, 0x0040, code << 7))
+        a, b, c, d = gl.inline_asm_elementwise(
+            _BYTES, "=&r,=&r,=&r,=&r,l,r", [units, bits | (bits << 16)], (gl.int32,) * 4, is_pure=True, pack=1
+        )
+        even, odd = gl.join(a, c), gl.join(b, d)
+    words = gl.reshape(gl.join(even, odd), [64, 256])
+    if _PUBLIC_VIEW:
+        view = buffer.reinterpret(gl.int32, [64, 256], _SHARED_PAIRS)
+    else:
+        view = buffer._reinterpret(gl.int32, [64, 256], _SHARED_PAIRS)
+    view.store(words)
+
+
+@gluon.jit
+def _fill(
+    buffer, cache, page_stride, data_stride, slots, capacity, block, count, ENCODING: gl.constexpr,
+    PAGE_SHIFT: gl.constexpr, DATA_STEP: gl.constexpr, SCALE_BASE: gl.constexpr, SCALE_STEP: gl.constexpr,
+):  # fmt: skip
+    units, scales = _codes(
+        cache, page_stride, data_stride, slots, capacity, block, count, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
+        SCALE_STEP,
+    )  # fmt: skip
+    _decode(buffer, units, scales, ENCODING)
+
+
+@gluon.jit
+def _softmax(score, top, total, scale, slots, capacity, block, count, ENCODING: gl.constexpr):
+    """bf16 shares of a block (fp4 rows' times 2^8), the new maximum and sum, and by what earlier ones shrink."""
+    UP: gl.constexpr = 256.0 if ENCODING == "v41_fp4" else 1.0
+    _, valid = _valid_slots(slots, capacity, block * 64, count, 64, gl.SliceLayout(0, _SCORES))
+    score = gl.where(valid[None, :], score * (scale * UP), float("-inf"))
+    higher = gl.maximum(top, gl.max(score, axis=1))
+    base = gl.where(higher == float("-inf"), 0.0, higher)  # no valid row yet
+    shrink = gl.exp2((top - base) * _LOG2E)
+    share = gl.exp2((score - base[:, None]) * _LOG2E)
+    total = total * shrink + gl.sum(share, axis=1)
+    return (share * UP).to(gl.bfloat16), higher, shrink, total
+
+
+@gluon.jit
+def _add(
+    score, top, total, output, rows, shares, step, scale, slots, capacity, block, count, ENCODING: gl.constexpr,
+):  # fmt: skip
+    """Start adding a block to the output."""
+    share, top, shrink, total = _softmax(score, top, total, scale, slots, capacity, block, count, ENCODING)
+    shares.store(share)
+    output = output * gl.convert_layout(shrink, gl.SliceLayout(1, _OUTPUT))[:, None]
+    hopper.fence_async_shared()
+    _barrier()
+    return hopper.warpgroup_mma(shares, rows.index(step % 2), output, is_async=True), top, total
+
+
+@gluon.jit
+def _score(pending, queries, rows, step, units, scales, ENCODING: gl.constexpr):
+    """Decode a block while the output is being added to, then score it."""
+    buffer = rows.index(step % 2)
+    _decode(buffer, units, scales, ENCODING)
+    hopper.fence_async_shared()
+    _barrier()
+    nothing = gl.zeros([64, 64], gl.float32, _SCORES)
+    scored = hopper.warpgroup_mma(queries, buffer.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    output, score = hopper.warpgroup_mma_wait(0, deps=(pending, scored))
+    return score, output
+
+
+@gluon.jit
+def _turn_back(output, table):
+    """Rotate the last 64 values back; `table` holds the position's cos and sin in pairs."""
+    re, im = gl.split(gl.reshape(output, [64, 256, 2]))
+    pair = gl.arange(0, 256, gl.SliceLayout(0, re.type.layout))
+    turned = pair >= 224
+    cos = gl.load(table + 2 * (pair - 224), mask=turned, other=1.0)[None, :]
+    sin = gl.load(table + 2 * (pair - 224) + 1, mask=turned, other=0.0)[None, :]
+    both = gl.join(re * cos + im * sin, im * cos - re * sin)
+    return gl.convert_layout(gl.reshape(both, [64, 512]), _OUTPUT)
