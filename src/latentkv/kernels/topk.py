@@ -302,15 +302,17 @@ def pick_kernel(
     low, high, above, reached = _range(k0, k1, k2, k3)
     if not LAST or PIECE > CAP:
         low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, CAP)
-        p0, p1, p2, p3 = _picked(k0, k1, k2, k3, low, above, reached, k, CAP)
-        r0, r1, r2, r3 = _ranks(p0, p1, p2, p3)
-        reached = tl.where(reached > CAP, k, reached)
         list_keys += (row * pieces + piece) * stride
         list_entries += (row * pieces + piece) * stride
-        _append(list_keys, list_entries, names, k0, e0, r0, p0, LAST, SOURCE, BLOCK_SIZE)
-        _append(list_keys, list_entries, names, k1, e1, r1, p1, LAST, SOURCE, BLOCK_SIZE)
-        _append(list_keys, list_entries, names, k2, e2, r2, p2, LAST, SOURCE, BLOCK_SIZE)
-        _append(list_keys, list_entries, names, k3, e3, r3, p3, LAST, SOURCE, BLOCK_SIZE)
+        room = tl.where(reached > CAP, k - above, CAP)
+        reached = tl.where(reached > CAP, k, reached)
+        lists = (list_keys, list_entries, names)
+        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, room, 0)
+        _append(lists, k0, e0, r0, p0, LAST, SOURCE, BLOCK_SIZE)
+        _append(lists, k1, e1, r1, p1, LAST, SOURCE, BLOCK_SIZE)
+        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, room, found)
+        _append(lists, k2, e2, r2, p2, LAST, SOURCE, BLOCK_SIZE)
+        _append(lists, k3, e3, r3, p3, LAST, SOURCE, BLOCK_SIZE)
         if LAST:
             tl.debug_barrier()
             e0, e1, e2, e3 = _quarters(CAP, 0)
@@ -323,9 +325,7 @@ def pick_kernel(
             tl.store(list_keys + at, NOT_A_KEY, mask=at >= reached)
     if LAST:
         low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, k)
-        p0, p1, p2, p3 = _picked(k0, k1, k2, k3, low, above, reached, k, k)
-        r0, r1, r2, r3 = _ranks(p0, p1, p2, p3)
-        found = tl.minimum(reached, k)
+        room = tl.where(reached > k, k - above, k)
         known = True
         table = page_table
         if PAGED:
@@ -339,8 +339,10 @@ def pick_kernel(
         positions += row * columns
         slots += row * columns
         pages = (slots, table, table_width, page_size)
+        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, room, 0)
         _write(positions, names, e0, r0, p0, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
         _write(positions, names, e1, r1, p1, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
+        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, room, found)
         _write(positions, names, e2, r2, p2, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
         _write(positions, names, e3, r3, p3, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
         if not SLOTS:  # the newest block has the largest id
@@ -375,9 +377,9 @@ def _keys(scores, names, entry, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: t
 
 
 @triton.jit
-def _append(list_keys, list_entries, names, key, entry, rank, picked, LAST: tl.constexpr, SOURCE: tl.constexpr,
-            BLOCK_SIZE: tl.constexpr):  # fmt: skip
+def _append(lists, key, entry, rank, picked, LAST: tl.constexpr, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Store what is picked; the last list keeps entries, so that positions are looked up for few of them."""
+    list_keys, list_entries, names = lists
     tl.store(list_keys + rank, key, mask=picked)
     if not LAST:
         entry = _position(names, entry, picked, SOURCE, BLOCK_SIZE)
@@ -487,33 +489,25 @@ def _reach(key, lower, upper):
 
 
 @triton.jit
-def _picked(k0, k1, k2, k3, low, above, reached, k, cap):
-    """Which keys are kept: all that are at least `low`, or where those are too many the first equal ones only."""
+def _ranks(k0, k1, low, room, found):
+    """Ranks of what is kept of two quarters, behind `found`; which is kept; what is found then, and the room left.
+
+    Kept are keys above `low`, and the first `room` equal to it. One scan counts both quarters, 16 bits each.
+    """
     low = tl.maximum(low, NOT_A_KEY + 1)
-    p0, p1, p2, p3 = k0 >= low, k1 >= low, k2 >= low, k3 >= low
-    if reached > cap:
-        r0, r1, r2, r3 = _ranks(k0 == low, k1 == low, k2 == low, k3 == low)
-        room = k - above
-        p0, p1 = p0 & ((k0 > low) | (r0 < room)), p1 & ((k1 > low) | (r1 < room))
-        p2, p3 = p2 & ((k2 > low) | (r2 < room)), p3 & ((k3 > low) | (r3 < room))
-    return p0, p1, p2, p3
-
-
-@triton.jit
-def _ranks(p0, p1, p2, p3):
-    """How many flags are set before each, in the order of quarters; one scan counts all four, 16 bits each."""
-    flags = p0.to(tl.int64) + (p1.to(tl.int64) << 16) + (p2.to(tl.int64) << 32) + (p3.to(tl.int64) << 48)
+    p0, p1 = k0 >= low, k1 >= low
+    ties = (k0 == low).to(tl.int32) + ((k1 == low).to(tl.int32) << 16)
+    total = tl.sum(ties, axis=0)
+    count = (total & 0xFFFF) + (total >> 16)
+    if count > room:
+        before = tl.cumsum(ties, axis=0) - ties
+        p0 = p0 & ((k0 > low) | ((before & 0xFFFF) < room))
+        p1 = p1 & ((k1 > low) | ((before >> 16) + (total & 0xFFFF) < room))
+    flags = p0.to(tl.int32) + (p1.to(tl.int32) << 16)
     before = tl.cumsum(flags, axis=0) - flags
     total = tl.sum(flags, axis=0)
-    b1 = _field(total, 0)
-    b2 = b1 + _field(total, 16)
-    b3 = b2 + _field(total, 32)
-    return _field(before, 0), _field(before, 16) + b1, _field(before, 32) + b2, _field(before, 48) + b3
-
-
-@triton.jit
-def _field(packed, SHIFT: tl.constexpr):
-    return ((packed >> SHIFT) & 0xFFFF).to(tl.int32)
+    middle = found + (total & 0xFFFF)
+    return found + (before & 0xFFFF), middle + (before >> 16), p0, p1, middle + (total >> 16), room - count
 
 
 @triton.jit
