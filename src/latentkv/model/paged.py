@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,33 +53,50 @@ class PagedModel:
         index_topk: overrides the config's count of selected rows.
         exact: whether the linear layers are summed in fp64, so that a row does not depend on its batch; on a CPU by
             default. Otherwise bf16 operands leave the sums to the device.
+        fused: whether norms, the hyper-connection and gated experts are kernels (`latentkv.kernels.model`) instead of
+            PyTorch; on a GPU by default, where sums are not exact.
+
+    Raises:
+        ValueError: kernels are asked for where sums are exact.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, *, index_topk: int | None = None, exact: bool | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        index_topk: int | None = None,
+        exact: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         self.config = config
         self.topk = index_topk or config.index_topk
         self.device = weights["embed"].device
         # on a CPU fp64 sums cost little beside the ops
         self.exact = self.device.type == "cpu" if exact is None else exact
+        self.fused = (self.device.type != "cpu" and not self.exact) if fused is None else fused
+        if self.fused and self.exact:
+            raise ValueError("fused: kernels sum in fp32, exact=False is needed")
         self._math = torch.float64 if self.exact else torch.bfloat16
         self._hc_math = torch.float64 if self.exact else torch.float32
         self._weights = dict(weights)
         self._wide = {n: w.to(self._math) for n, w in weights.items() if w.dim() >= 2 and w.dtype == torch.bfloat16}
         self._freqs = {kind: rope_table(config, kind).to(self.device) for kind in (0, 1)}
         self._experts: list[list[Tensor]] = []
+        self._flat_experts: list[tuple[Tensor, Tensor]] = []
         for layer in range(config.layers):
             p = f"layers.{layer}."
             self._wide[p + "attn.wo_a"] = self._wide[p + "attn.wo_a"].transpose(1, 2).contiguous()
             for sublayer in ("attn", "moe"):
                 self._wide[f"{p}{sublayer}.hc_fn"] = weights[f"{p}{sublayer}.hc_fn"].to(self._hc_math)
-            self._experts.append(
-                [
-                    layers.with_shared(self._wide[f"{p}moe.{n}"], self._wide[f"{p}moe.shared_{n}"])
-                    for n in ("gate", "up", "down")
-                ]
+            gate, up, down = (
+                layers.with_shared(self._wide[f"{p}moe.{n}"], self._wide[f"{p}moe.shared_{n}"])
+                for n in ("gate", "up", "down")
             )
+            self._experts.append([gate, up, down])
+            if self.fused:
+                gate_up = torch.cat((gate.flatten(0, 1), up.flatten(0, 1)))
+                self._flat_experts.append((gate_up, down.permute(1, 0, 2).flatten(1)))
 
     @torch.no_grad()
     def step(
@@ -126,30 +144,40 @@ class PagedModel:
         published = _Published()
         for layer, role in enumerate(config.roles()):
             for sublayer in ("attn", "moe"):
-                name = f"layers.{layer}.{sublayer}."
-                next_read, write, mix = layers.hc_mix(
-                    residual,
-                    self._wide[name + "hc_fn"],
-                    weights[name + "hc_scale"],
-                    weights[name + "hc_base"],
-                    norm_eps=config.norm_eps,
-                    hc_eps=config.hc_eps,
-                    steps=config.sinkhorn_steps,
-                    math=self._hc_math,
-                )
-                x = layers.norm(layers.hc_read(residual, read), weights[name + "norm"], config.norm_eps)
+                x, next_read, write, mix = self._enter(f"layers.{layer}.{sublayer}.", residual, read)
                 if sublayer == "attn":
                     y = self._attention(layer, role, x, cache, step, published, picks)
                 else:
                     y = self._moe(layer, x)
-                residual = layers.hc_write(residual, y, write, mix)
+                residual = self._leave(residual, y, write, mix)
                 read = next_read
         if not all_logits:
             residual, read = residual[step.last_rows], read[step.last_rows]
-        x = layers.norm(layers.hc_read(residual, read), weights["norm"], config.norm_eps)
+        if self.fused:
+            x = _kernels().read_norm(residual, read, weights["norm"], config.norm_eps)
+        else:
+            x = layers.norm(layers.hc_read(residual, read), weights["norm"], config.norm_eps)
         if self.exact:
             return F.linear(x.to(self._math), self._wide["head"]).float()
         return lk.linear_fp32(x, weights["head"])
+
+    def _enter(self, name: str, residual: Tensor, read: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A sublayer's input, the read of the next sublayer, and this one's write and mix."""
+        config, weights = self.config, self._weights
+        scale, base = weights[name + "hc_scale"], weights[name + "hc_base"]
+        eps: dict[str, Any] = {"norm_eps": config.norm_eps, "hc_eps": config.hc_eps, "steps": config.sinkhorn_steps}
+        if self.fused:
+            logits = lk.linear_fp32(residual.flatten(1), weights[name + "hc_fn"])
+            return _kernels().mix(residual, read, logits, scale, base, weights[name + "norm"], **eps)
+        mixing = layers.hc_mix(residual, self._wide[name + "hc_fn"], scale, base, math=self._hc_math, **eps)
+        return (self._norm(layers.hc_read(residual, read), name + "norm"), *mixing)
+
+    def _leave(self, residual: Tensor, y: Tensor, write: Tensor, mix: Tensor) -> Tensor:
+        """The streams behind a sublayer."""
+        return (_kernels().write if self.fused else layers.hc_write)(residual, y, write, mix)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return (_kernels().norm if self.fused else layers.norm)(x, self._weights[name], self.config.norm_eps)
 
     def _project(self, x: Tensor, name: str) -> Tensor:
         return layers.project(x, self._wide[name], self._math)
@@ -166,7 +194,7 @@ class PagedModel:
     ) -> Tensor:
         config, weights, p = self.config, self._weights, f"layers.{layer}."
         freqs = self._freqs[min(role.ratio, 1)]
-        qr = layers.norm(self._project(x, p + "attn.wq_a"), weights[p + "attn.q_norm"], config.norm_eps)
+        qr = self._norm(self._project(x, p + "attn.wq_a"), p + "attn.q_norm")
         query = self._project(qr, p + "attn.wq_b").view(-1, config.heads, LATENT_DIM)
         lk.norm_rope_store_kv(
             self._project(x, p + "attn.wkv"),
@@ -304,9 +332,22 @@ class PagedModel:
             num_shared=1,  # the shared expert stands behind the routed ones and weighs 1
             softplus="log1p",
         )
+        if self.fused:
+            gate_up, down = self._flat_experts[layer]
+            hidden = _kernels().gated(
+                F.linear(x, gate_up), *gate, experts=config.experts + 1, limit=config.swiglu_limit
+            )
+            return F.linear(hidden, down)
         route = torch.zeros(x.shape[0], config.experts + 1, device=x.device)
         route.scatter_(1, gate[1].long(), gate[0])
         return layers.experts(x, route, *self._experts[layer], limit=config.swiglu_limit, math=self._math)
+
+
+def _kernels() -> ModuleType:
+    """The kernels between the stages, imported at first use so that a CPU needs no Triton."""
+    from latentkv.kernels import model
+
+    return model
 
 
 @contextmanager
