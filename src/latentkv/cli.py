@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -348,8 +349,18 @@ def bench(
             def advance(what: str) -> None:
                 bar.update(task, description=what, advance=1)
 
+            over = time.monotonic() + seconds
             rows = run(cases, clock, roofs, seconds=seconds, progress=advance)
-            records.append(record_of(name, rows, roofs, found))
+            record = record_of(name, rows, roofs, found)
+            if hasattr(module, "steps"):  # the model's: what a step consists of
+                bar.update(task, completed=total)
+                record["steps"] = module.steps(
+                    rows,
+                    clock,
+                    is_over=lambda over=over: time.monotonic() > over,
+                    progress=lambda what: bar.update(task, description=what),
+                )
+            records.append(record)
     for record in records:
         if out is not None:
             path = out if stage else out / f"{record['stage']}.json"
@@ -362,6 +373,8 @@ def bench(
     else:
         for record in records:
             _stdout().print(report.table(record))
+            if record.get("steps"):
+                _stdout().print(report.steps_table(record))
             for note in report.notes(record):
                 _stdout().print(note, markup=False, highlight=False)
     if any(row["error"] for record in records for row in record["rows"]):

@@ -25,7 +25,7 @@ class Fakes:
         def __init__(self) -> None:
             self.asked: list[tuple[int, bool]] = []
 
-        def time(self, build: Any, footprint: int, *, graph: bool = True) -> Timing:
+        def time(self, build: Any, footprint: int, *, graph: bool = True, calls: int | None = None) -> Timing:
             self.asked.append((footprint, graph))
             us = build(torch.device("cpu"), 0)()
             return Timing(us, us * 0.9, us * 1.2, "graph" if graph else "stream", 4, True)

@@ -55,7 +55,7 @@ def test_cases_of_a_stage_are_distinct_and_count_bytes(stage):
     assert all(isinstance(case, Case) for case in cases)
     assert len({(case.op, case.variant, case.size) for case in cases}) == len(cases)
     assert all(case.bytes > 0 or case.flops > 0 for case in cases)
-    assert {case.op for case in cases} <= set(lk.__all__)
+    assert {case.op for case in cases} <= {*lk.__all__, "decode_step"}  # which is all stages together
 
 
 @pytest.mark.parametrize("stage", sorted(find_stages()))

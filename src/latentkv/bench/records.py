@@ -26,11 +26,13 @@ class Peer:
         name: as shown.
         build: like `Case.build`; raises `ImportError` or `NotImplementedError` where the peer is absent.
         graph: whether its calls can be captured in a graph; else they are timed one by one on the stream.
+        calls: time so many calls on one set of inputs, for what takes long or is used up; the clock's choice if None.
     """
 
     name: str
     build: Build
     graph: bool = True
+    calls: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,11 @@ class Timing:
 class Clock(Protocol):
     """What times a case: `latentkv.bench.timing` has one for GPUs and one for the CPU, tests have one that pretends."""
 
-    def time(self, build: Build, footprint: int, *, graph: bool = True) -> Timing:
-        """Time the calls that `build` makes; `footprint` is the bytes that one of them touches."""
+    def time(self, build: Build, footprint: int, *, graph: bool = True, calls: int | None = None) -> Timing:
+        """Time the calls that `build` makes; `footprint` is the bytes that one of them touches.
+
+        `calls` asks for so many single calls on one set of inputs, behind one that does not count.
+        """
 
     def roofs(self) -> dict[str, Any]:
         """Measure the machine: `copy_gb_per_s`, `read_gb_per_s`, `matmul_tflops`, `empty_us`; None what it has not."""
@@ -183,7 +188,7 @@ def _fill(row: Row, timing: Timing, roofs: dict[str, Any]) -> None:
 
 def _time_peer(peer: Peer, case: Case, row: Row, clock: Clock) -> dict[str, Any]:
     try:
-        timing = clock.time(peer.build, case.bytes, graph=peer.graph)
+        timing = clock.time(peer.build, case.bytes, graph=peer.graph, calls=peer.calls)
     except (ImportError, NotImplementedError) as reason:
         return {"absent": error_line(reason)}
     except Exception as failure:

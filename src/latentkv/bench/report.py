@@ -36,6 +36,26 @@ def table(record: dict[str, Any]) -> Table:
     return out
 
 
+def steps_table(record: dict[str, Any]) -> Table:
+    """Tokens a second of each step of a record, and the share of it that each stage takes."""
+    steps = record["steps"]
+    names = list(dict.fromkeys(name for step in steps for name in step["stages"]))
+    out = Table(caption="share of the step; rest: norms, hyper-connection, gated experts, addresses, likeliest token")
+    for name in ("requests", "rows", "us", "tokens/s", "with host", "eager", *names):
+        out.add_column(name, justify="right")
+    for step in steps:
+        host, eager = step["with_host_tokens_per_second"], step["eager_over_step"]
+        measured = [
+            f"{step['us']:.1f}",
+            f"{step['tokens_per_second']:,.0f}",
+            "" if host is None else f"{host:,.0f}",
+            "" if eager is None else f"{eager:.1f}x",
+        ]
+        shares = [f"{100 * step['stages'][n]['share']:.1f} %" if n in step["stages"] else "" for n in names]
+        out.add_row(str(step["requests"]), str(step["rows"]), *measured, *shares)
+    return out
+
+
 def notes(record: dict[str, Any]) -> list[str]:
     """What failed or is absent, and why, each once."""
     found: dict[str, None] = {}

@@ -35,21 +35,29 @@ class GraphClock:
         self.device = torch.device(device)
         self.l2 = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 0) or L2_DEFAULT
 
-    def time(self, build: Build, footprint: int, *, graph: bool = True) -> Timing:
-        """Median over `SAMPLES` replays, or over rows of calls on the stream where `graph` is False."""
+    def time(self, build: Build, footprint: int, *, graph: bool = True, calls: int | None = None) -> Timing:
+        """Median over `SAMPLES` replays, or over rows of calls on the stream where `graph` is False.
+
+        With `calls`, over so many single calls on the stream.
+        """
+        if calls is not None:
+            with torch.cuda.device(self.device):
+                call = build(self.device, 0)
+                call()
+                return _timing(self._sample(call, calls), 1, "stream", 1, False)
         sets = set_count(footprint, self.l2)
         with torch.cuda.device(self.device):
-            calls = [build(self.device, seed) for seed in range(sets)]
+            built = [build(self.device, seed) for seed in range(sets)]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for call in calls:  # compiles, and lets libraries allocate their workspaces
+                for call in built:  # compiles, and lets libraries allocate their workspaces
                     call()
             stream.synchronize()
-            sample = self._sampler(calls, sets, stream, graph)
+            sample = self._sampler(built, sets, stream, graph)
             launches = launch_count(min(self._sample(sample, 3)) / sets, sets)
             if launches > sets:
-                sample = self._sampler(calls, launches, stream, graph)
+                sample = self._sampler(built, launches, stream, graph)
             samples = self._sample(sample, SAMPLES)
         return _timing(samples, launches, "graph" if graph else "stream", sets, sets * footprint > self.l2)
 
@@ -100,13 +108,14 @@ class WallClock:
     def __init__(self, device: torch.device | str = "cpu", *, seconds: float = 0.2) -> None:
         self.device, self.seconds = torch.device(device), seconds
 
-    def time(self, build: Build, footprint: int, *, graph: bool = True) -> Timing:
-        """Median over as many calls as the clock's seconds allow, at least three."""
+    def time(self, build: Build, footprint: int, *, graph: bool = True, calls: int | None = None) -> Timing:
+        """Median over as many calls as the clock's seconds allow, at least three, or over `calls`."""
         call = build(self.device, 0)
         call()
         samples: list[float] = []
         stop = time.perf_counter() + self.seconds
-        while len(samples) < 3 or (len(samples) < SAMPLES and time.perf_counter() < stop):
+        least, most = (calls, calls) if calls is not None else (3, SAMPLES)
+        while len(samples) < least or (len(samples) < most and time.perf_counter() < stop):
             started = time.perf_counter()
             call()
             samples.append((time.perf_counter() - started) * 1e6)

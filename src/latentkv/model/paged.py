@@ -133,7 +133,7 @@ class PagedModel:
 
         Nothing in it looks at a value of a tensor, so that it can be captured where every op has a kernel.
         """
-        with _one_thread(self.device):
+        with one_thread(self.device):
             return self._run(cache, step, all_logits, picks)
 
     def _run(self, cache: ModelCache, step: Step, all_logits: bool, picks: Picks | None) -> Tensor:
@@ -351,7 +351,7 @@ def _kernels() -> ModuleType:
 
 
 @contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
+def one_thread(device: torch.device) -> Iterator[None]:
     """On a CPU, run single-threaded: ops are small, and threads that wait for each other stall on a busy machine."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
