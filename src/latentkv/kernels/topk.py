@@ -22,12 +22,12 @@ from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options,
 NOT_A_KEY = tl.constexpr(-(2**31))  # below every score's key
 LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf, and of NaN
 INFINITE_KEY = tl.constexpr(0x7F800000)
+LONGEST_LIST = tl.constexpr(4096)  # twice the largest k
 VALUE_STEPS = tl.constexpr(3)  # first steps of a search, which divide the range of scores and not that of keys
 
-PIECE = 8192  # scores a program; 16 a lane at 512 lanes
-LONGEST = 16384  # what the last program of a row takes
-SHORT = 2048  # what is searched exactly, and the last list's length
+PIECE = 8192  # entries a program, 16 a lane; twice as many spill
 LANES = 512
+SHORT = 2048  # entries that are searched for the exact split, without a list before
 BLOCKS_A_PROGRAM = 256
 
 
@@ -155,14 +155,19 @@ def _pick(
     batches, table_width = table.shape if table is not None else (0, 0)
     of_rows = batch_of if batch_of is not None else lengths
     options = common_options(device)
-    passed = _list_length(k)
+    most, short = PIECE, max(SHORT, triton.next_power_of_2(k))
+    if device.type == "cpu":  # interpreted: small, so that tests see several pieces
+        short = max(256, triton.next_power_of_2(k))
+        most = 4 * short
     with on_device(scores):
         while True:
-            piece = _piece(count, passed, device)
-            pieces = triton.cdiv(count, piece) if count > piece else 1
+            piece = min(most, max(128, triton.next_power_of_2(count)))
+            pieces = max(1, triton.cdiv(count, piece))
             last = pieces == 1
-            cap = SHORT if last else passed
-            stride = cap if not last or piece > cap else 0
+            # few entries for the next launch; but up to 2 k end the search early, and a piece can hold back no fewer
+            # than k
+            cap = short if last else max(k, min(2 * k, most // pieces))
+            stride = cap if not last or piece > short else 0
             keys, entries = torch.empty(2, rows, pieces * stride, dtype=torch.int32, device=device)
             pick_kernel[(rows * pieces,)](
                 scores,
@@ -185,6 +190,7 @@ def _pick(
                 count,
                 pieces,
                 k,
+                cap,
                 columns,
                 batches,
                 max(1, rows // max(1, batches)),
@@ -197,29 +203,15 @@ def _pick(
                 BY_ROW=batch_of is not None,
                 BLOCK_SIZE=block_size,
                 PAGE_SHIFT=_shift(page_size),
-                CAP=cap,
                 TAIL=triton.next_power_of_2(columns),
                 PIECE=piece,
+                SHORT=short,
                 num_warps=_lanes(piece) // wave_size(device),
                 **options,
             )
             if last:
                 return positions, slots
             scores, names, source, count = keys, entries, "list", pieces * cap
-
-
-def _list_length(k: int) -> int:
-    """What a piece passes on at most. Up to twice k ends the search early; a piece can hold back no less than k."""
-    return min(SHORT, max(256, 2 * triton.next_power_of_2(max(1, k))))
-
-
-def _piece(count: int, passed: int, device: torch.device) -> int:
-    """Entries a program."""
-    if device.type == "cpu":  # interpreted: small, so that tests see several pieces
-        return max(2 * passed, min(2048, triton.next_power_of_2(max(1, count))))
-    if count <= LONGEST:
-        return max(128, triton.next_power_of_2(max(1, count)))
-    return PIECE
 
 
 def _lanes(piece: int) -> int:
@@ -236,8 +228,8 @@ def _shift(page_size: int) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "scores_stride", "stride", "width", "count", "pieces", "k", "columns", "batches", "rows_a_batch", "table_width",
-        "page_size",
+        "scores_stride", "stride", "width", "count", "pieces", "k", "cap", "columns", "batches", "rows_a_batch",
+        "table_width", "page_size",
     ]
 )  # fmt: skip
 def pick_kernel(
@@ -261,6 +253,7 @@ def pick_kernel(
     count,
     pieces,
     k,
+    cap,
     columns,
     batches,
     rows_a_batch,
@@ -273,13 +266,13 @@ def pick_kernel(
     BY_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SHIFT: tl.constexpr,
-    CAP: tl.constexpr,
     TAIL: tl.constexpr,
     PIECE: tl.constexpr,
+    SHORT: tl.constexpr,
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One piece of one row: its k best entries to the outputs (LAST), or a superset of them to a list of CAP."""
+    """One piece of one row: its k best entries to the outputs (LAST), or a superset of them to a list of at most `cap`."""
     dev.begin(OVERLAP)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
@@ -300,13 +293,15 @@ def pick_kernel(
     k2 = _keys(scores, names, e2, end, length, SOURCE, BLOCK_SIZE)
     k3 = _keys(scores, names, e3, end, length, SOURCE, BLOCK_SIZE)
     low, high, above, reached = _range(k0, k1, k2, k3)
-    if not LAST or PIECE > CAP:
-        low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, CAP)
+    if not LAST or PIECE > SHORT:
+        low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, cap)
         list_keys += (row * pieces + piece) * stride
         list_entries += (row * pieces + piece) * stride
-        room = tl.where(reached > CAP, k - above, CAP)
-        reached = tl.where(reached > CAP, k, reached)
+        room = tl.where(reached > cap, k - above, cap)
+        reached = tl.where(reached > cap, k, reached)
         lists = (list_keys, list_entries, names)
+        # a zero that the compiler does not know: else it holds the entries in registers through the search
+        e0, e1, e2, e3 = _quarters(PIECE, piece * PIECE + tl.minimum(reached, 0))
         r0, r1, p0, p1, found, room = _ranks(k0, k1, low, room, 0)
         _append(lists, k0, e0, r0, p0, LAST, SOURCE, BLOCK_SIZE)
         _append(lists, k1, e1, r1, p1, LAST, SOURCE, BLOCK_SIZE)
@@ -315,14 +310,14 @@ def pick_kernel(
         _append(lists, k3, e3, r3, p3, LAST, SOURCE, BLOCK_SIZE)
         if LAST:
             tl.debug_barrier()
-            e0, e1, e2, e3 = _quarters(CAP, 0)
+            e0, e1, e2, e3 = _quarters(SHORT, 0)
             k0, e0 = _listed(list_keys, list_entries, e0, reached)
             k1, e1 = _listed(list_keys, list_entries, e1, reached)
             k2, e2 = _listed(list_keys, list_entries, e2, reached)
             k3, e3 = _listed(list_keys, list_entries, e3, reached)
         else:
-            at = tl.arange(0, CAP)
-            tl.store(list_keys + at, NOT_A_KEY, mask=at >= reached)
+            at = tl.arange(0, LONGEST_LIST)
+            tl.store(list_keys + at, NOT_A_KEY, mask=(at >= reached) & (at < cap))
     if LAST:
         low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, k)
         room = tl.where(reached > k, k - above, k)
@@ -604,25 +599,24 @@ def sort_ids_kernel(
 
 # --- what is compiled offline -----------------------------------------------------------------------------------------
 
-# source, LAST, pages, entries, list length
+# source, LAST, pages, entries
 _VARIANTS = (
-    ("row", True, True, LONGEST, SHORT),
-    ("row", True, True, 1024, SHORT),
-    ("row", False, True, PIECE, 1024),
-    ("row", False, True, PIECE, SHORT),
-    ("list", True, True, LONGEST, SHORT),
-    ("list", True, True, SHORT, SHORT),
-    ("list", False, True, PIECE, SHORT),
-    ("blocks", True, False, LONGEST, SHORT),
-    ("blocks", False, False, PIECE, SHORT),
-    ("kept", True, True, LONGEST, SHORT),
-    ("kept", False, True, PIECE, 1024),
+    ("row", True, True, PIECE),
+    ("row", True, True, SHORT),
+    ("row", False, True, PIECE),
+    ("list", True, True, PIECE),
+    ("list", True, False, SHORT),
+    ("list", False, True, PIECE),
+    ("blocks", True, False, PIECE),
+    ("blocks", False, False, PIECE),
+    ("kept", True, True, PIECE),
+    ("kept", False, True, PIECE),
 )
 
 
 def _cases() -> list[TargetCase]:
     pointers = {"logits": "*fp32", "marks": "*u8"}
-    numbers = {"stride", "width", "count", "pieces", "k", "columns", "batches", "rows_a_batch", "table_width",
+    numbers = {"stride", "width", "count", "pieces", "k", "cap", "columns", "batches", "rows_a_batch", "table_width",
                "page_size", "given_count", "blocks", "kept", "tiles"}  # fmt: skip
     cases = []
 
@@ -640,12 +634,12 @@ def _cases() -> list[TargetCase]:
         )
 
     for variant in DEVICE_VARIANTS:
-        for source, last, paged, piece, cap in _VARIANTS:
+        for source, last, paged, piece in _VARIANTS:
             constexprs = {
                 "SOURCE": source, "LAST": last, "SLOTS": paged, "PAGED": paged, "BY_ROW": False, "BLOCK_SIZE": 8,
-                "PAGE_SHIFT": 6, "CAP": cap, "TAIL": 512 if paged else SHORT, "PIECE": piece,
+                "PAGE_SHIFT": 6, "TAIL": 512 if paged else SHORT, "PIECE": piece, "SHORT": SHORT,
             }  # fmt: skip
-            label = f"{source} {piece} {'last' if last else f'to {cap}'}"
+            label = f"{source} {piece} {'last' if last else 'to a list'}"
             add(pick_kernel, label, constexprs, _lanes(piece), variant)
         add(block_keys_kernel, "blocks of 8", {"BLOCK_SIZE": 8, "TILE": BLOCKS_A_PROGRAM}, BLOCKS_A_PROGRAM, variant)
         add(sort_ids_kernel, "ids", {"TILE": 1024}, 256, variant)
