@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -217,14 +218,32 @@ def _stdin_text() -> str:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Report versions, devices and the path that each op takes: paste it into bug reports."""
-    from latentkv.doctor import report
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Do not run the kernels.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Report versions, devices and the path of each op: paste it into bug reports.
+
+    On a GPU every op runs once against the reference; exit 1 if one is wrong.
+    """
+    from latentkv.doctor import find_device, report
 
     found = report()
+    found["checks"] = []
+    if not quick and found["devices"]:
+        from latentkv import checkup
+
+        with _progress("checking") as (bar, task):
+            found["checks"] = checkup.run(find_device("cuda"), lambda op: bar.update(task, description=op))
     if as_json:
         _print_json(found)
-        return
+    else:
+        _print_doctor(found)
+    if not all(check["passed"] for check in found["checks"]):
+        raise typer.Exit(FAILED)
+
+
+def _print_doctor(found: dict[str, Any]) -> None:
     console = _stdout()
     facts = Table(show_header=False, box=None, pad_edge=False)
     for name in ("latentkv", "revision", "python", "platform", "torch", "triton", "cuda", "hip", "driver"):
@@ -237,12 +256,25 @@ def doctor(as_json: AsJson = False) -> None:
     if not found["devices"]:
         facts.add_row("gpu", "none that PyTorch sees")
     console.print(facts)
+    checks = {check["op"]: check for check in found["checks"]}
     paths = Table()
-    for name in ("stage", "op", "cpu", "gpu"):
+    for name in ("stage", "op", "cpu", "gpu", *(["against the reference"] if checks else [])):
         paths.add_column(name, no_wrap=True)
     for op in found["ops"]:
-        paths.add_row(op["stage"], op["op"], op["cpu"], op["gpu"])
+        compared = [_verdict(checks[op["op"]])] if checks else []
+        paths.add_row(op["stage"], op["op"], op["cpu"], op["gpu"], *compared)
     console.print(paths)
+    if not checks:
+        console.print("the kernels were not run: latentkv doctor runs them where there is a GPU", highlight=False)
+
+
+def _verdict(check: dict[str, Any]) -> str:
+    if check["error"] or not check["calls"]:
+        return f"[red]failed[/red]: {escape(check['error'] or 'not called')}"
+    text = "equal" if not check["differing"] else f"{check['differing']} of {check['values']} differ"
+    if check["largest"]:
+        text += f", by {check['largest']:.1e} of the largest at most"
+    return text if check["passed"] else f"[red]{text}[/red]"
 
 
 @app.command()
