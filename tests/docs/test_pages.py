@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import ml_dtypes
@@ -205,3 +208,95 @@ def test_e4m3_in_c_rounds_like_ml_dtypes(library):
         0xFE,
     ]
     assert library.e4m3_encode(float("nan")) == 0x7F
+
+
+# --- the Python of the pages ------------------------------------------------------------------------------------------
+
+
+def python_of(page: Path) -> str:
+    """All Python of a page as one program; its lines keep their numbers, so that a traceback points into the page."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        inside = line == "```python" if fence else inside
+        lines.append(line if inside and not fence else "")
+    return "\n".join(lines)
+
+
+EXECUTED = [page for page in PAGES if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
+def test_python_of_a_page_runs(page):
+    exec(compile(python_of(page), str(page), "exec"), {"__name__": "page"})
+
+
+def test_the_guide_and_the_readme_have_python():
+    assert {page.name for page in EXECUTED} >= {"integration.md", "README.md"}
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def readme():
+    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "_readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_measurements_of_the_readme_are_those_of_the_records(readme):
+    page = (ROOT / "README.md").read_text()
+    assert page == readme.updated(page), "run `python benchmarks/_readme.py`"
+
+
+def record(stage: str, rows: list[dict], **more) -> dict:
+    environment = {"torch": "2", "triton": "3", "driver": "580", "revision": "abc", "devices": [{"name": "card"}]}
+    return {"stage": stage, "date": "2026-12-01T00:00:00", "environment": environment, "rows": rows, **more}
+
+
+def row(variant: str, size: int, peers: dict | None = None, tflops: float | None = None) -> dict:
+    return {
+        "op": "frob", "variant": variant, "size": size, "unit": "rows", "timing": {"us": 2.0}, "gb_per_s": 1234.4,
+        "copy_percent": 50.4, "tflops": tflops, "peers": peers or {},
+    }  # fmt: skip
+
+
+def test_the_table_shows_two_sizes_of_an_op_and_what_is_faster(readme):
+    faster = {"eager": {"us": 1.0, "ratio": 0.5}, "other": {"absent": "no such module"}}
+    rows = [row("v41", 7, faster), *(row("v41_fp4", n, {"eager": {"ratio": 12.34}}) for n in (1, 64, 250, 1000, 9000))]
+    lines = readme.measured([record("store", [*rows, row("v4", 9999)])]).splitlines()
+    assert lines[0] == "**store**, 2026-12-01, card, PyTorch 2, Triton 3, driver 580, revision abc"
+    assert lines[4:] == [
+        "| `frob` v41 | 7 rows | 2.00 | 1234 GB/s | 50 % | eager 0.50 |",
+        "| `frob` v41_fp4 | 250 rows | 2.00 | 1234 GB/s | 50 % | eager 12.3 |",
+        "| `frob` v41_fp4 | 9,000 rows | 2.00 | 1234 GB/s | 50 % | eager 12.3 |",
+    ]
+    assert readme.measured([record("attend", [row("x", 1, tflops=321.0)])]).splitlines()[-1] == (
+        "| `frob` x | 1 rows | 2.00 | 321 TFLOP/s |  |  |"
+    )
+
+
+def test_the_table_shows_steps_of_the_model_last(readme):
+    stages = {name: {"us": 1.0, "share": share} for name, share in (("store", 0.1), ("attend", 0.5), ("rest", 0.4))}
+    steps = [
+        {
+            "requests": 64, "rows": 1, "us": 500.0, "tokens_per_second": 128000.0, "eager_over_step": 123.4,
+            "with_host_tokens_per_second": None, "stages": stages,
+        }
+    ]  # fmt: skip
+    text = readme.measured([record("model", [row("x", 64)], steps=steps), record("store", [row("v4", 1)])])
+    assert text.index("**store**") < text.index("**model**")
+    assert text.splitlines()[-1] == "| 64 x 1 | 500 | 128,000 |  | 123 | attend 50 %, rest 40 %, store 10 % |"
+
+
+def test_keys_of_the_records_are_explained():
+    from latentkv.bench import Row, Timing
+
+    page = (DOCS / "benchmarks.md").read_text()
+    explained = set(re.findall(r"`(\w+)`", page))
+    records = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    keys = {key for r in records for part in (r, r["roofs"], *r.get("steps", ())) for key in part}
+    keys |= {f.name for c in (Row, Timing) for f in fields(c)}
+    assert keys <= explained

@@ -22,6 +22,7 @@ from latentkv.model.paged import PagedModel, Picks
 
 DEFAULT_PAIRS = (("bf16", "bf16"), ("v4", "v4"), ("v41", "v41"), ("v41", "v41_fp4"))
 POSITION_BUCKETS = 8
+LEAST_SPAN = 0.02  # bits per byte on the plot's axis
 
 
 @dataclass(frozen=True)
@@ -267,17 +268,21 @@ def plot(report: Report, path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     positions = [report.context * (2 * i + 1) / (2 * POSITION_BUCKETS) for i in range(POSITION_BUCKETS)]
-    for row in report.rows:
+    for i, row in enumerate(report.rows):
         left.plot(row.bytes_per_token, row.bits_per_byte, "o", label=row.name)
-        left.annotate(row.name, (row.bytes_per_token, row.bits_per_byte), (6, 4), textcoords="offset points")
+        place = {"xy": (row.bytes_per_token, row.bits_per_byte), "textcoords": "offset points", "ha": "center"}
+        left.annotate(row.name, xytext=(0, 7 if i % 2 else -16), **place)
         change = [a - b for a, b in zip(row.by_position, report.rows[0].by_position, strict=True)]
         right.plot(positions, change, marker=".", label=row.name)
     left.set_xlabel("cache bytes per token (rows and index keys)")
     left.set_ylabel("bits per byte")
-    left.margins(x=0.25, y=0.25)
+    left.margins(x=0.2, y=0.25)
+    low, high = left.get_ylim()
+    spare = max(0.0, LEAST_SPAN - (high - low)) / 2
+    left.set_ylim(low - spare, high + spare)  # differences that are noise shall look like it
     right.set_xlabel("position in the context, bytes")
     right.set_ylabel(f"bits per byte, difference to {report.rows[0].name}")
-    right.legend(frameon=False)
+    right.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.suptitle(f"{report.source}: {report.windows} contexts of up to {report.context} bytes, top-{report.topk}")
     figure.savefig(path, dpi=140)
     plt.close(figure)
