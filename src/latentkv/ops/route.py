@@ -182,19 +182,27 @@ def _fake_gate(
     return source.new_empty(shape, dtype=torch.float32), source.new_empty(shape, dtype=torch.int32)
 
 
-define("route", "linear_fp32(Tensor x, Tensor w) -> Tensor", reference.linear_fp32, _fake_matrix)
+define("route", "linear_fp32(Tensor x, Tensor w) -> Tensor", reference.linear_fp32, _fake_matrix, kernel="linear_fp32")
 define(
     "route",
     "router_partials(Tensor x, Tensor w) -> Tensor",
     reference.router_partials,
     lambda x, w: x.new_empty((max(1, -(-x.shape[1] // reference.CHUNK)), x.shape[0], w.shape[0]), dtype=torch.float32),
+    kernel="router_partials",
 )
-define("route", "router_logits(Tensor x, Tensor w) -> Tensor", reference.router_logits, _fake_matrix)
+define(
+    "route",
+    "router_logits(Tensor x, Tensor w) -> Tensor",
+    reference.router_logits,
+    _fake_matrix,
+    kernel="router_logits",
+)
 define(
     "route",
     "head_weights(Tensor x, Tensor w, float scale) -> Tensor",
     reference.head_weights,
     lambda x, w, scale: x.new_empty((x.shape[0], w.shape[0])),
+    kernel="head_weights",
 )
 define(
     "route",
@@ -202,4 +210,5 @@ define(
     "int num_shared, str tie_order, str softplus) -> (Tensor, Tensor)",
     reference.route_topk,
     _fake_gate,
+    kernel="route_topk",
 )

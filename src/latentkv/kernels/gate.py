@@ -1,0 +1,467 @@
+"""The gate of stage `route`: sqrt(softplus(logit)), top-k by it plus a bias, weights, and the sum of partials before.
+
+A program's rows lie in parts of WIDTH experts. Every expert gets a cheap upper bound of its choice, packed with its id
+into one integer; the largest few are scored exactly, and that settles the row unless the k-th exact choice is not above
+the bound of all that were left out. Then every expert is scored exactly. Choices are compared as integers in the order
+of the floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latentkv.kernels import device as dev
+from latentkv.kernels.launch import TargetCase, common_options, on_device
+from latentkv.kernels.store import case_of
+
+LOWEST = tl.constexpr(-2147483648)  # below the order of -Inf
+NOBODY = tl.constexpr(2147483647)
+MINUS_INF_ORDER = tl.constexpr(-2139095041)
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+LOG2E_32 = tl.constexpr(1.4426950216293335)  # fp32(log2 e)
+LN2_32 = tl.constexpr(0.6931471824645996)  # fp32(ln 2)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# the bound's slack: of the hardware's exp2, log2 and sqrt, which are good to 2^-22
+LOOSE = tl.constexpr(1.0 + 2.0**-18)
+LOOSE_LN2 = tl.constexpr(0.6931471805599453 * (1.0 + 2.0**-18))
+SLACK = tl.constexpr(2.0**-20)
+UNROLLED = tl.constexpr(16)  # partials whose loads stand in one row
+
+
+def route_topk(
+    logits: Tensor | None,
+    bias: Tensor | None,
+    partials: Tensor | None,
+    k: int,
+    renormalize: bool,
+    scale: float,
+    num_shared: int,
+    tie_order: str,
+    softplus: str,
+) -> tuple[Tensor, Tensor]:
+    """Launch `gate_kernel`."""
+    source = partials if partials is not None else logits
+    assert source is not None
+    count, experts = source.shape[-2:]
+    weights = torch.empty(count, k + num_shared, dtype=torch.float32, device=source.device)
+    ids = torch.empty(count, k + num_shared, dtype=torch.int32, device=source.device)
+    if count == 0:
+        return weights, ids
+    summed = logits if logits is not None else source
+    rows, warps = gate_tile(count)
+    with on_device(source):
+        gate_kernel[(triton.cdiv(count, rows),)](
+            source,
+            source.stride(-2),
+            source.stride(0) if partials is not None else 0,
+            summed,
+            summed.stride(-2),
+            bias if bias is not None else source,
+            weights,
+            ids,
+            count,
+            scale,
+            num_shared,
+            PARTIALS=0 if partials is None else partials.shape[0],
+            KEEP=partials is not None and logits is not None,
+            BIAS=bias is not None,
+            K=k,
+            RENORMALIZE=renormalize,
+            LOG1P=softplus == "log1p",
+            ROWS=rows,
+            **shape_of(experts, k, tie_order == "lane64"),
+            num_warps=warps,
+            **common_options(source.device),
+        )
+    return weights, ids
+
+
+def gate_tile(count: int) -> tuple[int, int]:
+    """Rows a program and its warps."""
+    if dev.INTERPRETED:  # it takes as long for one row as for many
+        return 64, 1
+    return (1, 1) if count <= 2048 else (4, 1)
+
+
+def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
+    """How a row is cut into parts, and how many experts are scored exactly."""
+    width = 64 if lane64 else max(32, triton.next_power_of_2(triton.cdiv(experts, 4)))
+    return {
+        "EXPERTS": experts,
+        "LANE64": lane64,
+        "WIDTH": width,
+        "PARTS": triton.cdiv(experts, width),
+        "ID_MASK": triton.next_power_of_2(experts) - 1,
+        "CANDIDATES": k + 1,
+    }
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["count", "scale", "num_shared"])
+def gate_kernel(
+    source,
+    source_stride,
+    partial_stride,
+    summed,
+    summed_stride,
+    bias,
+    weights,
+    ids,
+    count,
+    scale,
+    num_shared,
+    PARTIALS: tl.constexpr,
+    KEEP: tl.constexpr,
+    BIAS: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    LOG1P: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LANE64: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ID_MASK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Gate ROWS rows of logits or, with PARTIALS, of their partial sums, which KEEP stores in `summed`."""
+    dev.begin(OVERLAP)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    at = source + row * source_stride
+    inside = tl.arange(0, WIDTH)
+    logits = ()
+    biases = ()
+    for part in tl.static_range(PARTS):
+        expert = part * WIDTH + inside
+        mask = live[:, None] & (expert < EXPERTS)[None, :]
+        logit = load_logits(at[:, None] + expert[None, :], partial_stride, mask, PARTIALS)
+        if KEEP:
+            tl.store((summed + row * summed_stride)[:, None] + expert[None, :], logit, mask=mask)
+        logits = logits + (logit,)
+        if BIAS:
+            biases = biases + (dev.to_fp32(tl.load(bias + expert, mask=expert < EXPERTS, other=0.0))[None, :],)
+
+    # the largest bounds, with ids
+    keys = ()
+    for part in tl.static_range(PARTS):
+        bound = score_bound(logits[part])
+        if BIAS:
+            bound += biases[part]
+        expert = part * WIDTH + inside
+        key = (in_order(bound) & (-1 - ID_MASK)) | (ID_MASK - expert)[None, :]
+        keys = keys + (tl.where((expert < EXPERTS)[None, :], key, LOWEST),)
+    lane = tl.arange(0, 32)[None, :]
+    found = tl.full([ROWS, 32], LOWEST, tl.int32)
+    largest = tl.full([ROWS], LOWEST, tl.int32)
+    for n in tl.static_range(CANDIDATES):
+        largest = largest_of(keys, PARTS)
+        found = tl.where(lane == n, largest[:, None], found)
+        if n + 1 < CANDIDATES:
+            rest = ()
+            for part in tl.static_range(PARTS):
+                rest = rest + (tl.where(keys[part] == largest[:, None], LOWEST, keys[part]),)
+            keys = rest
+    candidate = tl.where(found == LOWEST, NOBODY, ID_MASK - (found & ID_MASK))
+    score, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
+    rank, last, tied = ranks(candidate, order, K)
+
+    # what was left out is at most `largest`, rounded up
+    doubtful = (largest != LOWEST) & (last <= (largest | ID_MASK))
+    if LANE64:
+        doubtful = doubtful | tied
+    if tl.max((doubtful & live).to(tl.int32), axis=0) != 0:
+        orders = ()
+        for part in tl.static_range(PARTS):
+            order = order_of(exact_score(logits[part], LOG1P), biases[part] if BIAS else 0.0, BIAS)
+            orders = orders + (tl.where((part * WIDTH + inside < EXPERTS)[None, :], order, LOWEST),)
+        if LANE64:
+            candidate = picks_of_lanes(orders, inside, K, ROWS)
+        else:
+            candidate = picks_of_all(orders, inside, K, ROWS, WIDTH, PARTS)
+        score, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
+        rank = tl.where(candidate == NOBODY, NOBODY, lane)
+
+    # weights in pick order
+    score = tl.where(score == score, score, 0.0)
+    if RENORMALIZE:
+        total = tl.zeros([ROWS], tl.float32)
+        for n in tl.static_range(K):
+            total += dev.bits_float(tl.max(tl.where(rank == n, dev.float_bits(score), 0), axis=1))
+        factor = tl.div_rn(scale + tl.zeros_like(total), tl.maximum(total, 1e-20))
+        score = score * factor[:, None]
+    else:
+        score = score * scale
+    to = (row * (K + num_shared))[:, None]
+    mask = live[:, None] & (rank < K)
+    tl.store(weights + to + rank, score, mask=mask)
+    tl.store(ids + to + rank, candidate, mask=mask)
+    for n in range(0, num_shared, 32):
+        shared = n + lane
+        mask = live[:, None] & (shared < num_shared)
+        tl.store(weights + to + K + shared, tl.full([ROWS, 32], 1.0, tl.float32), mask=mask)
+        tl.store(ids + to + K + shared, EXPERTS + shared + tl.zeros([ROWS, 32], tl.int32), mask=mask)
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_logits(at, partial_stride, mask, PARTIALS: tl.constexpr):
+    """fp32 logits at pointers, masked ones zero; with PARTIALS their sum."""
+    if PARTIALS:
+        return sum_in_order(at, partial_stride, mask, PARTIALS)
+    else:
+        return dev.to_fp32(tl.load(at, mask=mask, other=0.0))
+
+
+@triton.jit
+def sum_in_order(at, stride, mask, PARTIALS: tl.constexpr):
+    """Sum of PARTIALS fp32 numbers that lie `stride` apart, from the first to the last."""
+    total = tl.load(at, mask=mask, other=0.0)
+    if PARTIALS <= UNROLLED:  # all loads before the first addition
+        for n in tl.static_range(1, PARTIALS):
+            at += stride
+            total += tl.load(at, mask=mask, other=0.0)
+    else:
+        for _ in range(1, PARTIALS):
+            at += stride
+            total += tl.load(at, mask=mask, other=0.0)
+    return total
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def in_order(x):
+    """Integers in the order of floats; a NaN counts as -Inf."""
+    bits = dev.float_bits(x)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), MINUS_INF_ORDER)
+
+
+@triton.jit
+def order_of(score, bias, BIAS: tl.constexpr):
+    """Order of the choice."""
+    if BIAS:
+        return in_order(score + bias)
+    else:
+        return in_order(score)
+
+
+@triton.jit
+def largest_of(keys, PARTS: tl.constexpr):
+    """Largest key of each row over all parts."""
+    top = keys[0]
+    for part in tl.static_range(1, PARTS):
+        top = tl.maximum(top, keys[part])
+    return tl.max(top, axis=1)
+
+
+@triton.jit
+def exact_scores(
+    at, partial_stride, bias, candidate, live, PARTIALS: tl.constexpr, BIAS: tl.constexpr, LOG1P: tl.constexpr
+):
+    """Scores of candidates [rows, 32], and the order of their choices."""
+    known = candidate != NOBODY
+    expert = tl.where(known, candidate, 0)
+    logit = load_logits(at[:, None] + expert, partial_stride, live[:, None] & known, PARTIALS)
+    score = exact_score(logit, LOG1P)
+    if BIAS:
+        order = in_order(score + dev.to_fp32(tl.load(bias + expert, mask=known, other=0.0)))
+    else:
+        order = in_order(score)
+    return score, tl.where(known, order, LOWEST)
+
+
+@triton.jit
+def ranks(candidate, order, K: tl.constexpr):
+    """Ranks of candidates by order and then by id, NOBODY from K on; the K-th order; whether two ranked ones are equal."""
+    rank = tl.full(candidate.shape, NOBODY, tl.int32)
+    last = tl.full([candidate.shape[0]], NOBODY, tl.int32)
+    tied = last != last
+    for n in tl.static_range(K):
+        largest = tl.max(order, axis=1)
+        pick = tl.min(tl.where(order == largest[:, None], candidate, NOBODY), axis=1)
+        tied = tied | (largest == last)
+        last = largest
+        taken = candidate == pick[:, None]
+        rank = tl.where(taken, n, rank)
+        order = tl.where(taken, LOWEST, order)
+    return rank, last, tied
+
+
+@triton.jit
+def picks_of_all(
+    orders, inside, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Ids of the K largest orders, the lower id first among equals, in lanes [ROWS, 32]; NOBODY in the others."""
+    lane = tl.arange(0, 32)[None, :]
+    picks = tl.full([ROWS, 32], NOBODY, tl.int32)
+    for n in tl.static_range(K):
+        largest = largest_of(orders, PARTS)[:, None]
+        lowest = tl.full([ROWS, WIDTH], NOBODY, tl.int32)
+        for part in tl.static_range(PARTS):
+            expert = (part * WIDTH + inside)[None, :]
+            lowest = tl.minimum(lowest, tl.where(orders[part] == largest, expert, NOBODY))
+        pick = tl.min(lowest, axis=1)[:, None]
+        picks = tl.where(lane == n, pick, picks)
+        rest = ()
+        for part in tl.static_range(PARTS):
+            rest = rest + (tl.where((part * WIDTH + inside)[None, :] == pick, LOWEST, orders[part]),)
+        orders = rest
+    return picks
+
+
+@triton.jit
+def picks_of_lanes(orders, inside, K: tl.constexpr, ROWS: tl.constexpr):
+    """As `picks_of_all` in the order of 64 lanes that sort their six experts and offer the best, the lowest first."""
+    shape: tl.constexpr = orders[0].shape
+    lane64 = inside[None, :] + tl.zeros(shape, tl.int32)
+    v0, v1, v2, v3, v4, v5 = orders[0], orders[1], orders[2], orders[3], orders[4], orders[5]
+    e0, e1, e2 = lane64, lane64 + 64, lane64 + 128
+    e3, e4, e5 = lane64 + 192, lane64 + 256, lane64 + 320
+    v0, e0, v1, e1 = exchange(v0, e0, v1, e1)
+    v2, e2, v3, e3 = exchange(v2, e2, v3, e3)
+    v4, e4, v5, e5 = exchange(v4, e4, v5, e5)
+    v0, e0, v2, e2 = exchange(v0, e0, v2, e2)
+    v1, e1, v4, e4 = exchange(v1, e1, v4, e4)
+    v3, e3, v5, e5 = exchange(v3, e3, v5, e5)
+    v0, e0, v1, e1 = exchange(v0, e0, v1, e1)
+    v2, e2, v3, e3 = exchange(v2, e2, v3, e3)
+    v4, e4, v5, e5 = exchange(v4, e4, v5, e5)
+    v1, e1, v2, e2 = exchange(v1, e1, v2, e2)
+    v3, e3, v4, e4 = exchange(v3, e3, v4, e4)
+    v2, e2, v3, e3 = exchange(v2, e2, v3, e3)
+    lane = tl.arange(0, 32)[None, :]
+    picks = tl.full([ROWS, 32], NOBODY, tl.int32)
+    for n in tl.static_range(K):
+        largest = tl.max(v0, axis=1)[:, None]
+        winner = tl.min(tl.where(v0 == largest, lane64, NOBODY), axis=1)[:, None]
+        won = lane64 == winner
+        picks = tl.where(lane == n, tl.min(tl.where(won, e0, NOBODY), axis=1)[:, None], picks)
+        v0, e0 = tl.where(won, v1, v0), tl.where(won, e1, e0)
+        v1, e1 = tl.where(won, v2, v1), tl.where(won, e2, e1)
+        v2, e2 = tl.where(won, v3, v2), tl.where(won, e3, e2)
+        v3, e3 = tl.where(won, v4, v3), tl.where(won, e4, e3)
+        v4, e4 = tl.where(won, v5, v4), tl.where(won, e5, e4)
+        v5 = tl.where(won, LOWEST, v5)
+    return picks
+
+
+@triton.jit
+def exchange(a, a_id, b, b_id):
+    """The larger first; equals stay."""
+    swap = a < b
+    return tl.where(swap, b, a), tl.where(swap, b_id, a_id), tl.where(swap, a, b), tl.where(swap, a_id, b_id)
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def score_bound(x):
+    """At least the score of either form, and little above it; NaN of NaN."""
+    soft = tl.log2(1.0 + tl.exp2(x * LOG2E_32)) * LOOSE_LN2 + SLACK
+    return tl.sqrt(tl.where(x > 20.0, x * LOOSE, soft))
+
+
+@triton.jit
+def exact_score(x, LOG1P: tl.constexpr):
+    """sqrt(softplus(x)), each operation of reference.route.gate_scores correctly rounded; NaN of NaN."""
+    x = tl.where(x == float("inf"), FLT_MAX, x)
+    low = tl.minimum(tl.maximum(x, -200.0), 32.0)  # beyond, nothing changes, and exponents stay in range
+    if LOG1P:
+        t = exp2_64(low.to(tl.float64) * LOG2E).to(tl.float32)
+        soft = log1p_64(t.to(tl.float64)).to(tl.float32)
+    else:
+        t = exp2_64((low * LOG2E_32).to(tl.float64)).to(tl.float32)
+        soft = (log1p_64((1.0 + t).to(tl.float64) - 1.0) * LOG2E).to(tl.float32) * LN2_32
+    soft = tl.where(x > 20.0, x, soft)
+    small = soft < 7.8886090522101181e-31  # 2^-100: the hardware's root may take subnormals for zero
+    root = tl.sqrt_rn(tl.where(small, soft * 1.2676506002282294e30, soft))
+    root = tl.where(small, root * 8.8817841970012523e-16, root)
+    return tl.where(x == x, root, x)
+
+
+@triton.jit
+def exp2_64(y):
+    """2^y in fp64, good to 2^-46, for -300 <= y <= 300; a power of two where y is an integer."""
+    shifted = y + 6755399441055744.0  # 1.5 * 2^52: the sum rounds to an integer, held in its low bits
+    n = shifted - 6755399441055744.0
+    r = (y - n) * LN2
+    p = r * 2.505210838544172e-08 + 2.755731922398589e-07
+    p = p * r + 2.7557319223985893e-06
+    p = p * r + 2.48015873015873e-05
+    p = p * r + 0.0001984126984126984
+    p = p * r + 0.001388888888888889
+    p = p * r + 0.008333333333333333
+    p = p * r + 0.041666666666666664
+    p = p * r + 0.16666666666666666
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return p * ((shifted.to(tl.int64, bitcast=True) << 52) + 0x3FF0000000000000).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def log1p_64(t):
+    """ln(1 + t) in fp64, good to 2^-46 relatively, of fp32-exact t >= 0; 0 of 0, a multiple of ln 2 at powers of two."""
+    v = 1.0 + t
+    # v = 2^n m with m in [sqrt(1/2), sqrt(2)) or so; where n is 0, m - 1 is t itself
+    bits = v.to(tl.int64, bitcast=True)
+    n = (bits - 0x3FE6A00000000000) >> 52
+    m = (bits - (n << 52)).to(tl.float64, bitcast=True)
+    f = tl.where(n == 0, t, m - 1.0)
+    d = 2.0 + f
+    inverse = (1.0 / d.to(tl.float32)).to(tl.float64)
+    inverse = inverse * (2.0 - d * inverse)
+    inverse = inverse * (2.0 - d * inverse)
+    z = f * inverse
+    s = z * z
+    p = s * (2.0 / 19.0) + 2.0 / 17.0
+    p = p * s + 2.0 / 15.0
+    p = p * s + 2.0 / 13.0
+    p = p * s + 2.0 / 11.0
+    p = p * s + 2.0 / 9.0
+    p = p * s + 2.0 / 7.0
+    p = p * s + 0.4
+    p = p * s + 2.0 / 3.0
+    p = p * s + 2.0
+    return p * z + n.to(tl.float64) * LN2
+
+
+# --- what is compiled offline -----------------------------------------------------------------------------------------
+
+_TYPES = {"source": "*fp32", "summed": "*fp32", "bias": "*fp32", "weights": "*fp32", "ids": "*i32", "scale": "fp32"}
+_ALIGNED = ("source_stride", "partial_stride", "summed_stride")
+
+
+def target_cases(variant: dict[str, Any]) -> list[TargetCase]:
+    """The gate's cases on one kind of device."""
+    cases = []
+    for label, count, lane64, more in (
+        ("gate", 1, False, {}),
+        ("gate many", 8192, False, {"BIAS": True}),
+        ("gate many log1p", 8192, False, {"BIAS": True, "LOG1P": True}),
+        ("gate lane64", 1, True, {"BIAS": True}),
+        ("gate many lane64", 8192, True, {"BIAS": True}),
+        ("gate partials", 1, False, {"BIAS": True, "PARTIALS": 10, "KEEP": True}),
+        ("gate many partials", 8192, False, {"BIAS": True, "PARTIALS": 10, "KEEP": True}),
+        ("gate top-16", 8192, False, {"BIAS": True, "K": 16}),
+    ):
+        rows, warps = gate_tile(count)
+        numbers = {"PARTIALS": 0, "KEEP": False, "BIAS": False, "K": 6, "RENORMALIZE": True, "LOG1P": False, **more}
+        numbers |= {"ROWS": rows, **shape_of(384, numbers["K"], lane64)}
+        cases.append(case_of(gate_kernel, label, variant, warps, _TYPES, _ALIGNED, **numbers))
+    return cases

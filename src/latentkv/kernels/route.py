@@ -1,0 +1,353 @@
+"""Stage `route` in Triton: products of rows with a weight, in chunks of 512 columns whose sums are added in order.
+
+Every path multiplies with the same matrix instruction, walks a chunk in the same order from a fresh accumulator, and
+adds chunks from the first to the last, so a row's bits depend on the row and the weight alone. Few rows are spread over
+chunks and tiles, and a second launch (or the gate) adds; many rows are one program a tile, which walks all chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latentkv.kernels import device as dev
+from latentkv.kernels import gate
+from latentkv.kernels.gate import route_topk
+from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, is_hopper, on_device
+from latentkv.kernels.store import case_of
+from latentkv.reference.route import CHUNK
+
+__all__ = ["TARGET_CASES", "head_weights", "linear_fp32", "route_topk", "router_logits", "router_partials"]
+
+SUMMED = 256  # logits a program of `sum_partials_kernel` adds
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of `logits_kernel` takes: rows and columns of the result, the step along a chunk, the launch."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    walk: bool = False
+
+
+def router_partials(x: Tensor, w: Tensor) -> Tensor:
+    """Launch `logits_kernel` over chunks."""
+    return _partials(x, w, split_tile(x.shape[0], w.dtype, is_hopper(x.device)))
+
+
+def router_logits(x: Tensor, w: Tensor) -> Tensor:
+    """Sum of the partials, in one launch for many rows and in two for few."""
+    return _logits(x, w, None)
+
+
+linear_fp32 = router_logits
+
+
+def head_weights(x: Tensor, w: Tensor, scale: float) -> Tensor:
+    """As `router_logits`, rounded to bf16, scaled, and rounded again."""
+    return _logits(x, w, scale)
+
+
+def _logits(x: Tensor, w: Tensor, scale: float | None, tile: Tile | None = None) -> Tensor:
+    count, experts = x.shape[0], w.shape[0]
+    dtype = torch.float32 if scale is None else torch.bfloat16
+    out = torch.empty(count, experts, dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tile = tile or logits_tile(count, experts, w.dtype, is_hopper(x.device))
+    if tile.walk:
+        _launch(x, w, out, tile, scale)
+        return out
+    partials = _partials(x, w, tile)
+    with on_device(x):
+        sum_partials_kernel[(triton.cdiv(out.numel(), SUMMED),)](
+            partials,
+            out,
+            out.numel(),
+            scale or 0.0,
+            PARTIALS=partials.shape[0],
+            HEAD=scale is not None,
+            BLOCK=SUMMED,
+            num_warps=2,
+            **common_options(x.device),
+        )
+    return out
+
+
+def _partials(x: Tensor, w: Tensor, tile: Tile) -> Tensor:
+    chunks = max(1, triton.cdiv(x.shape[1], CHUNK))
+    out = torch.empty(chunks, x.shape[0], w.shape[0], dtype=torch.float32, device=x.device)
+    if out.numel():
+        _launch(x, w, out, tile, None)
+    return out
+
+
+def _launch(x: Tensor, w: Tensor, out: Tensor, tile: Tile, scale: float | None) -> None:
+    count, width = x.shape
+    experts = w.shape[0]
+    chunks = max(1, triton.cdiv(width, CHUNK))
+    programs = triton.cdiv(count, tile.rows) * triton.cdiv(experts, tile.columns) * (1 if tile.walk else chunks)
+    with on_device(x):
+        logits_kernel[(programs,)](
+            x,
+            x.stride(0),
+            w,
+            w.stride(0),
+            out,
+            count,
+            experts,
+            width,
+            chunks,
+            scale or 0.0,
+            WALK=tile.walk,
+            EVEN=width % CHUNK == 0 and width > 0,
+            HEAD=scale is not None,
+            PREFETCH=bulk_prefetch(x, w) and not tile.walk,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            STEP=tile.step,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **matrix_options(x.device),
+            **common_options(x.device),
+        )
+
+
+def bulk_prefetch(x: Tensor, w: Tensor) -> bool:
+    """Whether rows of the weight can be fetched into the L2 cache by one instruction a row."""
+    if not common_options(x.device)["OVERLAP"]:
+        return False
+    step = 16 // w.element_size()
+    return w.data_ptr() % 16 == 0 and w.stride(0) % step == 0 and w.shape[1] % CHUNK == 0
+
+
+def matrix_options(device: torch.device) -> dict[str, Any]:
+    """AMD: the 16-wide matrix instruction for every tile, so that no tile changes the order of a sum."""
+    return {"matrix_instr_nonkdim": 16} if device.type == "cuda" and torch.version.hip is not None else {}
+
+
+def logits_tile(count: int, experts: int, dtype: torch.dtype, hopper: bool) -> Tile:
+    """The tile of reduced logits: chunks spread over programs as long as tiles alone do not fill the device."""
+    if count <= (1024 if dtype == torch.bfloat16 else 512):
+        return split_tile(count, dtype, hopper)
+    if dtype == torch.float32:
+        return Tile(64, 64, 32, 4, 3 if hopper else 2, walk=True)
+    if count * experts <= 2048 * 384:
+        return Tile(64, 64, 64, 4, 4 if hopper else 3, walk=True)
+    if hopper:
+        return Tile(128, 128, 64, 8, 3, walk=True)
+    return Tile(64, 128, 64, 4, 3, walk=True)
+
+
+def split_tile(count: int, dtype: torch.dtype, hopper: bool) -> Tile:
+    """The tile of partials: narrow while the weight is what is read, wider when rows are."""
+    if dtype == torch.float32:
+        return Tile(64, 32, 32, 4, 4 if hopper else 2)
+    if count <= 64:
+        return Tile(64, 32, 64, 4, 8 if hopper else 3)
+    return Tile(64, 64, 64, 4, 5 if hopper else 3)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["count", "chunks"])
+def logits_kernel(
+    x,
+    x_stride,
+    w,
+    w_stride,
+    out,
+    count,
+    experts,
+    width,
+    chunks,
+    scale,
+    WALK: tl.constexpr,
+    EVEN: tl.constexpr,
+    HEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A tile of the products of one chunk (`out` fp32 `[chunks, count, experts]`), or with WALK of all chunks' sum."""
+    # bytes of an expert's weight a chunk
+    CHUNK_BYTES: tl.constexpr = 512 * w.dtype.element_ty.primitive_bitwidth // 8
+    program = tl.program_id(0)
+    tiles = tl.cdiv(experts, COLUMNS)
+    column = (program % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    rest = program // tiles
+    chunk = 0
+    if not WALK:
+        chunk = rest % chunks
+        rest = rest // chunks
+    row = rest.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live, known = row < count, column < experts
+    w_row = w + column.to(tl.int64) * w_stride
+    if PREFETCH:  # reading into the L2 cache is safe before what precedes has finished: it sees later writes
+        fetch_rows(w + tl.where(known, column, 0).to(tl.int64) * w_stride + chunk * 512, CHUNK_BYTES)
+    dev.begin(OVERLAP)
+    x_row = x + row * x_stride
+    if WALK:
+        # -0, the one start that changes no sum
+        total = dev.bits_float(tl.full([ROWS, COLUMNS], -2147483648, tl.int32))
+        for n in range(0, chunks):
+            total += chunk_product(x_row, live, w_row, known, n * 512, width, EVEN, ROWS, COLUMNS, STEP)
+        at = out + row[:, None] * experts + column[None, :]
+    else:
+        total = chunk_product(x_row, live, w_row, known, chunk * 512, width, EVEN, ROWS, COLUMNS, STEP)
+        at = out + (chunk.to(tl.int64) * count + row)[:, None] * experts + column[None, :]
+    tl.store(at, finished(total, scale, HEAD), mask=live[:, None] & known[None, :])
+
+
+@triton.jit
+def chunk_product(
+    x_row, live, w_row, known, first, width, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[ROWS, COLUMNS]` products of 512 columns from `first` on.
+
+    An fp32 weight is the exact sum of three bf16 numbers; the products with the first are added by themselves.
+    """
+    FP32: tl.constexpr = w_row.dtype.element_ty == tl.float32
+    high = tl.zeros([ROWS, COLUMNS], tl.float32)
+    low = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, 512, STEP):
+        k = first + step + tl.arange(0, STEP)
+        if EVEN:
+            x_mask, w_mask = live[:, None], known[:, None]
+        else:
+            x_mask, w_mask = live[:, None] & (k < width)[None, :], known[:, None] & (k < width)[None, :]
+        rows = tl.load(x_row[:, None] + k[None, :], mask=x_mask, other=0.0)
+        weights = tl.load(w_row[:, None] + k[None, :], mask=w_mask, other=0.0)
+        if FP32:
+            first_part, second, third = three_parts(weights)
+            # a row's Inf times a part that is zero would be a NaN that the weight does not have
+            bits = rows.to(tl.int16, bitcast=True)
+            finite = tl.where((bits & 0x7FFF) < 0x7F80, bits, 0).to(tl.bfloat16, bitcast=True)
+            high = product(rows, first_part, high)
+            low = product(finite, second, low)
+            low = product(finite, third, low)
+        else:
+            high = product(rows, weights, high)
+    if FP32:
+        high += low
+    return high
+
+
+@triton.jit
+def product(rows, weights, total):
+    """total + rows @ weights.T of bf16 operands; the interpreter multiplies what it widens."""
+    if dev.INTERPRETED:
+        return tl.dot(dev.to_fp32(rows), tl.trans(dev.to_fp32(weights)), total, input_precision="ieee")
+    else:
+        return tl.dot(rows, tl.trans(weights), total)
+
+
+@triton.jit
+def three_parts(x):
+    """bf16 numbers whose sum is an fp32 number, exactly as long as it is at least 2^-110; of Inf and NaN the first."""
+    bits = dev.float_bits(x)
+    finite = (bits & 0x7FFFFFFF) < 0x7F800000
+    first = bits & -65536
+    second = tl.where(finite, x - dev.bits_float(first), 0.0)
+    kept = dev.float_bits(second) & -65536
+    third = second - dev.bits_float(kept)
+    first = tl.where(x == x, first, 0x7FC00000)
+    return high_half(first), high_half(kept), high_half(dev.float_bits(third))
+
+
+@triton.jit
+def high_half(bits):
+    """The bf16 number in the upper half of fp32 bits."""
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def finished(total, scale, HEAD: tl.constexpr):
+    """Logits, or the head weights that they are."""
+    if HEAD:
+        return dev.to_bf16(dev.to_fp32(dev.to_bf16(total)) * scale)
+    else:
+        return total
+
+
+@triton.jit
+def fetch_rows(at, BYTES: tl.constexpr):
+    """Start reading BYTES from each of the addresses into the L2 cache (sm_90 and later)."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at.to(tl.int64), tl.full(at.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["size"])
+def sum_partials_kernel(
+    partials,
+    out,
+    size,
+    scale,
+    PARTIALS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Add BLOCK logits' partials, `size` apart, in order."""
+    dev.begin(OVERLAP)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = gate.sum_in_order(partials + at, size, at < size, PARTIALS)
+    tl.store(out + at, finished(total, scale, HEAD), mask=at < size)
+
+
+# --- what is compiled offline -----------------------------------------------------------------------------------------
+
+_TYPES = {"w": "*bf16", "partials": "*fp32", "scale": "fp32", "out": "*fp32"}
+_ALIGNED = ("w_stride", "experts", "width")
+
+
+def _cases() -> list[TargetCase]:
+    cases = []
+    for variant in DEVICE_VARIANTS:
+        hopper, amd = "sm90" in variant["targets"], variant["targets"][0].startswith("gfx")
+        for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+            tiles = {
+                "partials": split_tile(64, dtype, hopper),
+                "partials many": split_tile(512, dtype, hopper),
+                "logits": logits_tile(1536, 384, dtype, hopper),
+                "logits many": logits_tile(8192, 384, dtype, hopper),
+            }
+            for label, tile in tiles.items():
+                for even in (True, False):
+                    options = {"num_stages": tile.stages, "enable_fp_fusion": False}
+                    options |= {"matrix_instr_nonkdim": 16} if amd else {}
+                    numbers = {"WALK": tile.walk, "EVEN": even, "HEAD": tile.walk and not even, "ROWS": tile.rows,
+                               "COLUMNS": tile.columns, "STEP": tile.step,
+                               "PREFETCH": even and not tile.walk and variant["constexprs"]["OVERLAP"]}  # fmt: skip
+                    types = {**_TYPES, "w": f"*{name}", "out": "*bf16" if numbers["HEAD"] else "*fp32"}
+                    text = f"{label} {name}" + ("" if even else " ragged")
+                    case = case_of(logits_kernel, text, variant, tile.warps, types, _ALIGNED if even else (), **numbers)
+                    cases.append(TargetCase(**{**case.__dict__, "options": options}))
+        numbers = {"PARTIALS": 10, "HEAD": False, "BLOCK": SUMMED}
+        cases.append(case_of(sum_partials_kernel, "sum", variant, 2, _TYPES, **numbers))
+        cases += gate.target_cases(variant)
+    return cases
+
+
+TARGET_CASES = _cases()
