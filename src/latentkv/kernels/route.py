@@ -7,7 +7,7 @@ chunks and tiles, and a second launch (or the gate) adds; many rows are one prog
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,9 +39,12 @@ class Tile:
     walk: bool = False
 
 
+INTERPRETED_TILE = Tile(64, 128, 256, 4, 1)  # the interpreter takes as long for small tiles as for large ones
+
+
 def router_partials(x: Tensor, w: Tensor) -> Tensor:
     """Launch `logits_kernel` over chunks."""
-    return _partials(x, w, split_tile(x.shape[0], w.dtype, is_hopper(x.device)))
+    return _partials(x, w, split_tile(x.shape[0], w.dtype, is_even(x), is_hopper(x.device)))
 
 
 def router_logits(x: Tensor, w: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ def _logits(x: Tensor, w: Tensor, scale: float | None, tile: Tile | None = None)
     out = torch.empty(count, experts, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or logits_tile(count, experts, w.dtype, is_hopper(x.device))
+    tile = tile or logits_tile(count, experts, w.dtype, is_even(x), is_hopper(x.device))
     if tile.walk:
         _launch(x, w, out, tile, scale)
         return out
@@ -109,7 +112,7 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, tile: Tile, scale: float | None) 
             chunks,
             scale or 0.0,
             WALK=tile.walk,
-            EVEN=width % CHUNK == 0 and width > 0,
+            EVEN=is_even(x),
             HEAD=scale is not None,
             PREFETCH=bulk_prefetch(x, w) and not tile.walk,
             ROWS=tile.rows,
@@ -120,6 +123,11 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, tile: Tile, scale: float | None) 
             **matrix_options(x.device),
             **common_options(x.device),
         )
+
+
+def is_even(x: Tensor) -> bool:
+    """Whether chunks are all full."""
+    return x.shape[1] > 0 and x.shape[1] % CHUNK == 0
 
 
 def bulk_prefetch(x: Tensor, w: Tensor) -> bool:
@@ -135,26 +143,31 @@ def matrix_options(device: torch.device) -> dict[str, Any]:
     return {"matrix_instr_nonkdim": 16} if device.type == "cuda" and torch.version.hip is not None else {}
 
 
-def logits_tile(count: int, experts: int, dtype: torch.dtype, hopper: bool) -> Tile:
-    """The tile of reduced logits: chunks spread over programs as long as tiles alone do not fill the device."""
+def logits_tile(count: int, experts: int, dtype: torch.dtype, even: bool, hopper: bool) -> Tile:
+    """The tile of reduced logits: chunks are spread over programs as long as tiles alone do not fill the device."""
     if count <= (1024 if dtype == torch.bfloat16 else 512):
-        return split_tile(count, dtype, hopper)
-    if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 3 if hopper else 2, walk=True)
+        return split_tile(count, dtype, even, hopper)
+    if dev.INTERPRETED:
+        return replace(INTERPRETED_TILE, walk=True)
+    if dtype == torch.float32 or not even or not hopper:
+        return replace(split_tile(count, dtype, even, hopper), walk=True)
     if count * experts <= 2048 * 384:
-        return Tile(64, 64, 64, 4, 4 if hopper else 3, walk=True)
-    if hopper:
-        return Tile(128, 128, 64, 8, 3, walk=True)
-    return Tile(64, 128, 64, 4, 3, walk=True)
+        return Tile(64, 64, 64, 4, 4, walk=True)
+    return Tile(128, 128, 64, 8, 3, walk=True)
 
 
-def split_tile(count: int, dtype: torch.dtype, hopper: bool) -> Tile:
-    """The tile of partials: narrow while the weight is what is read, wider when rows are."""
-    if dtype == torch.float32:
+def split_tile(count: int, dtype: torch.dtype, even: bool, hopper: bool) -> Tile:
+    """The tile of partials: narrow while the weight is what is read, wider when rows are.
+
+    A width that is no multiple of 512 takes masks, and an fp32 weight three operands: small tiles hold them.
+    """
+    if dev.INTERPRETED:
+        return INTERPRETED_TILE
+    if dtype == torch.float32 or not even:
         return Tile(64, 32, 32, 4, 4 if hopper else 2)
     if count <= 64:
         return Tile(64, 32, 64, 4, 8 if hopper else 3)
-    return Tile(64, 64, 64, 4, 5 if hopper else 3)
+    return Tile(64, 64, 64, 4, 5) if hopper else Tile(64, 64, 32, 4, 3)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -203,7 +216,7 @@ def logits_kernel(
     if WALK:
         # -0, the one start that changes no sum
         total = dev.bits_float(tl.full([ROWS, COLUMNS], -2147483648, tl.int32))
-        for n in range(0, chunks):
+        for n in range(chunks):
             total += chunk_product(x_row, live, w_row, known, n * 512, width, EVEN, ROWS, COLUMNS, STEP)
         at = out + row[:, None] * experts + column[None, :]
     else:
@@ -327,25 +340,22 @@ def _cases() -> list[TargetCase]:
     for variant in DEVICE_VARIANTS:
         hopper, amd = "sm90" in variant["targets"], variant["targets"][0].startswith("gfx")
         for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-            tiles = {
-                "partials": split_tile(64, dtype, hopper),
-                "partials many": split_tile(512, dtype, hopper),
-                "logits": logits_tile(1536, 384, dtype, hopper),
-                "logits many": logits_tile(8192, 384, dtype, hopper),
-            }
-            for label, tile in tiles.items():
-                for even in (True, False):
-                    options = {"num_stages": tile.stages, "enable_fp_fusion": False}
-                    options |= {"matrix_instr_nonkdim": 16} if amd else {}
-                    numbers = {"WALK": tile.walk, "EVEN": even, "HEAD": tile.walk and not even, "ROWS": tile.rows,
-                               "COLUMNS": tile.columns, "STEP": tile.step,
-                               "PREFETCH": even and not tile.walk and variant["constexprs"]["OVERLAP"]}  # fmt: skip
-                    types = {**_TYPES, "w": f"*{name}", "out": "*bf16" if numbers["HEAD"] else "*fp32"}
-                    text = f"{label} {name}" + ("" if even else " ragged")
-                    case = case_of(logits_kernel, text, variant, tile.warps, types, _ALIGNED if even else (), **numbers)
-                    cases.append(TargetCase(**{**case.__dict__, "options": options}))
-        numbers = {"PARTIALS": 10, "HEAD": False, "BLOCK": SUMMED}
-        cases.append(case_of(sum_partials_kernel, "sum", variant, 2, _TYPES, **numbers))
+            tiles: dict[tuple[Tile, bool], str] = {}
+            for even, ragged in ((True, ""), (False, ", ragged")):
+                tiles.setdefault((split_tile(64, dtype, even, hopper), even), f"partials {name}{ragged}")
+                tiles.setdefault((split_tile(512, dtype, even, hopper), even), f"partials many {name}{ragged}")
+                tiles.setdefault((logits_tile(1536, 384, dtype, even, hopper), even), f"logits {name}{ragged}")
+                tiles.setdefault((logits_tile(8192, 384, dtype, even, hopper), even), f"logits many {name}{ragged}")
+            for (tile, even), label in tiles.items():
+                head = tile.walk and not even
+                numbers = {"WALK": tile.walk, "EVEN": even, "HEAD": head, "ROWS": tile.rows, "COLUMNS": tile.columns,
+                           "STEP": tile.step,
+                           "PREFETCH": even and not tile.walk and variant["constexprs"]["OVERLAP"]}  # fmt: skip
+                types = {**_TYPES, "w": f"*{name}", "out": "*bf16" if head else "*fp32"}
+                case = case_of(logits_kernel, label, variant, tile.warps, types, _ALIGNED if even else (), **numbers)
+                options = {"num_stages": tile.stages, **({"matrix_instr_nonkdim": 16} if amd else {})}
+                cases.append(replace(case, options={**case.options, **options}))
+        cases.append(case_of(sum_partials_kernel, "sum", variant, 2, _TYPES, PARTIALS=10, HEAD=False, BLOCK=SUMMED))
         cases += gate.target_cases(variant)
     return cases
 
