@@ -6,9 +6,12 @@ the bound of all that were left out. Then every expert is scored exactly. Choice
 of the floats.
 """
 
-# ruff: noqa: RUF005 - Triton concatenates tuples and does not unpack them
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+# Triton concatenates tuples and does not unpack them
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,9 +58,9 @@ def route_topk(
     if count == 0:
         return weights, ids
     summed = logits if logits is not None else source
-    rows, warps = gate_tile(count)
+    repeat, rows = gate_tile(count)
     with on_device(source):
-        gate_kernel[(triton.cdiv(count, rows),)](
+        gate_kernel[(triton.cdiv(count, repeat * rows),)](
             source,
             source.stride(-2),
             source.stride(0) if partials is not None else 0,
@@ -75,19 +78,22 @@ def route_topk(
             K=k,
             RENORMALIZE=renormalize,
             LOG1P=softplus == "log1p",
+            REPEAT=repeat,
             ROWS=rows,
             **shape_of(experts, k, tie_order == "lane64"),
-            num_warps=warps,
+            num_warps=1,
+            num_stages=1,
             **common_options(source.device),
         )
     return weights, ids
 
 
 def gate_tile(count: int) -> tuple[int, int]:
-    """Rows a program and its warps."""
+    """How many times a program, which is one warp, takes how many rows: one at a time, so that nothing moves between
+    lanes but what reductions move."""
     if dev.INTERPRETED:  # it takes as long for one row as for many
-        return 64, 1
-    return (1, 1) if count <= 1024 else (4, 4)
+        return 1, 64
+    return (1 if count <= 2048 else 4), 1
 
 
 def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
@@ -106,7 +112,11 @@ def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "scale", "num_shared"])
+# Pointers of unknown alignment give every tensor one value a lane and row, so that no layout has to be converted.
+@triton.jit(
+    do_not_specialize=["count", "scale", "num_shared"],
+    do_not_specialize_on_alignment=["source", "summed", "bias", "weights", "ids"],
+)
 def gate_kernel(
     source,
     source_stride,
@@ -131,13 +141,29 @@ def gate_kernel(
     PARTS: tl.constexpr,
     ID_MASK: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    REPEAT: tl.constexpr,
     ROWS: tl.constexpr,
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Gate ROWS rows of logits or, with PARTIALS, of their partial sums, which KEEP stores in `summed`."""
+    """Gate REPEAT times ROWS rows of logits or, with PARTIALS, of partial sums whose sum KEEP stores in `summed`."""
     dev.begin(OVERLAP)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    for n in range(REPEAT):
+        gate_rows(
+            (tl.program_id(0).to(tl.int64) * REPEAT + n) * ROWS + tl.arange(0, ROWS), source, source_stride,
+            partial_stride, summed, summed_stride, bias, weights, ids, count, scale, num_shared, PARTIALS, KEEP, BIAS, K,
+            RENORMALIZE, LOG1P, EXPERTS, LANE64, WIDTH, PARTS, ID_MASK, CANDIDATES, ROWS, CAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def gate_rows(
+    row, source, source_stride, partial_stride, summed, summed_stride, bias, weights, ids, count, scale, num_shared,
+    PARTIALS: tl.constexpr, KEEP: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr,
+    LOG1P: tl.constexpr, EXPERTS: tl.constexpr, LANE64: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    ID_MASK: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Gate ROWS rows."""
     live = row < count
     at = source + row * source_stride
     inside = tl.arange(0, WIDTH)
@@ -151,23 +177,21 @@ def gate_kernel(
     # the largest bounds, with ids
     keys = ()
     for part in tl.static_range(PARTS):
-        bound = score_bound(logits[part])
+        bound = score_bound(logits[part], CAST)
         expert = part * WIDTH + inside
         if BIAS:
-            bound += dev.to_fp32(tl.load(bias + expert, mask=expert < EXPERTS, other=0.0))[None, :]
+            bound += load_bias(bias, expert, EXPERTS, ROWS)
         key = (in_order(bound) & (-1 - ID_MASK)) | (ID_MASK - expert)[None, :]
         keys = keys + (tl.where((expert < EXPERTS)[None, :], key, LOWEST),)
+    keys = sorted_parts(keys, PARTS)
     lane = tl.arange(0, 32)[None, :]
     found = tl.full([ROWS, 32], LOWEST, tl.int32)
     largest = tl.full([ROWS], LOWEST, tl.int32)
     for n in tl.static_range(CANDIDATES):
-        largest = largest_of(keys, PARTS)
+        largest = tl.max(keys[0], axis=1)
         found = tl.where(lane == n, largest[:, None], found)
         if n + 1 < CANDIDATES:
-            rest = ()
-            for part in tl.static_range(PARTS):
-                rest = rest + (tl.where(keys[part] == largest[:, None], LOWEST, keys[part]),)
-            keys = rest
+            keys = without(keys, keys[0] == largest[:, None], PARTS)
     candidate = tl.where(found == LOWEST, NOBODY, ID_MASK - (found & ID_MASK))
     score, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
     rank, last, tied = ranks(candidate, order, K)
@@ -265,10 +289,18 @@ def load_parts(
             loaded = loaded + (load_logits(at[:, None] + expert[None, :], partial_stride, mask, PARTIALS),)
     logits = loaded
     if PARTIALS > 0 and PARTIALS <= UNROLLED:
+        tl.debug_barrier()  # no load may move below an addition: the compiler would wait for each part's loads
         logits = ()
         for part in tl.static_range(PARTS):
             logits = logits + (sum_loaded(loaded[part], PARTIALS),)
     return logits
+
+
+@triton.jit
+def load_bias(bias, expert, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """fp32 bias of experts for each row: loaded as often, it lies where the logits do, and nothing moves."""
+    expert = expert[None, :] + tl.zeros([ROWS, 1], tl.int32)
+    return dev.to_fp32(tl.load(bias + expert, mask=expert < EXPERTS, other=0.0))
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -279,6 +311,34 @@ def in_order(x):
     """Integers in the order of floats; a NaN counts as -Inf."""
     bits = dev.float_bits(x)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), MINUS_INF_ORDER)
+
+
+@triton.jit
+def sorted_parts(x, PARTS: tl.constexpr):
+    """Up to four parts, each place by itself sorted, the largest first."""
+    tl.static_assert(PARTS <= 4)
+    if PARTS == 1:
+        return x
+    elif PARTS == 2:
+        return (tl.maximum(x[0], x[1]), tl.minimum(x[0], x[1]))
+    elif PARTS == 3:
+        a, b = tl.maximum(x[0], x[1]), tl.minimum(x[0], x[1])
+        c, d = tl.maximum(b, x[2]), tl.minimum(b, x[2])
+        return (tl.maximum(a, c), tl.minimum(a, c), d)
+    else:
+        a, b = tl.maximum(x[0], x[1]), tl.minimum(x[0], x[1])
+        c, d = tl.maximum(x[2], x[3]), tl.minimum(x[2], x[3])
+        e, f = tl.minimum(a, c), tl.maximum(b, d)
+        return (tl.maximum(a, c), tl.maximum(e, f), tl.minimum(e, f), tl.minimum(b, d))
+
+
+@triton.jit
+def without(x, taken, PARTS: tl.constexpr):
+    """Sorted parts without the first where it is taken."""
+    rest = ()
+    for part in tl.static_range(PARTS - 1):
+        rest = rest + (tl.where(taken, x[part + 1], x[part]),)
+    return rest + (tl.where(taken, LOWEST, x[PARTS - 1]),)
 
 
 @triton.jit
@@ -318,14 +378,14 @@ def exact_orders(
         expert = part * WIDTH + tl.arange(0, WIDTH)
         score = exact_score(logits[part], LOG1P)
         if BIAS:
-            score += dev.to_fp32(tl.load(bias + expert, mask=expert < EXPERTS, other=0.0))[None, :]
+            score += load_bias(bias, expert, EXPERTS, live.shape[0])
         orders = orders + (tl.where((expert < EXPERTS)[None, :], in_order(score), LOWEST),)
     return orders
 
 
 @triton.jit
 def ranks(candidate, order, K: tl.constexpr):
-    """Ranks of candidates by order and then by id, NOBODY from K on; the K-th order; whether two ranked ones are equal."""
+    """Ranks of candidates by order, then id, NOBODY from K on; the K-th order; whether two of these tie."""
     rank = tl.full(candidate.shape, NOBODY, tl.int32)
     last = tl.full([candidate.shape[0]], NOBODY, tl.int32)
     tied = last != last
@@ -408,11 +468,29 @@ def exchange(a, a_id, b, b_id):
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
+_BOUND_CUDA: tl.constexpr = tl.constexpr("""{
+.reg .f32 s, t;
+.reg .pred p;
+mul.f32 t, $1, 0f3FB8AA3B;
+ex2.approx.ftz.f32 t, t;
+add.f32 t, t, 0f3F800000;
+lg2.approx.ftz.f32 t, t;
+fma.rn.f32 t, t, 0f3F317244, 0f35800000;
+mul.f32 s, $1, 0f3F800020;
+setp.gt.f32 p, $1, 0f41A00000;
+selp.f32 t, s, t, p;
+sqrt.approx.ftz.f32 $0, t;
+}""")  # the portable form of `score_bound`, without its care for subnormal numbers
+
+
 @triton.jit
-def score_bound(x):
+def score_bound(x, CAST: tl.constexpr):
     """At least the score of either form, and little above it; NaN of NaN."""
-    soft = tl.log2(1.0 + tl.exp2(x * LOG2E_32)) * LOOSE_LN2 + SLACK
-    return tl.sqrt(tl.where(x > 20.0, x * LOOSE, soft))
+    if CAST == dev.PORTABLE:
+        soft = tl.log2(1.0 + tl.exp2(x * LOG2E_32)) * LOOSE_LN2 + SLACK
+        return tl.sqrt(tl.where(x > 20.0, x * LOOSE, soft))
+    else:
+        return tl.inline_asm_elementwise(_BOUND_CUDA, "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -439,17 +517,17 @@ def exp2_64(y):
     shifted = y + 6755399441055744.0  # 1.5 * 2^52: the sum rounds to an integer, held in its low bits
     n = shifted - 6755399441055744.0
     r = (y - n) * LN2
-    p = r * 2.505210838544172e-08 + 2.755731922398589e-07
-    p = p * r + 2.7557319223985893e-06
-    p = p * r + 2.48015873015873e-05
-    p = p * r + 0.0001984126984126984
-    p = p * r + 0.001388888888888889
-    p = p * r + 0.008333333333333333
-    p = p * r + 0.041666666666666664
-    p = p * r + 0.16666666666666666
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
+    p = tl.fma(r, 2.505210838544172e-08, 2.755731922398589e-07)
+    p = tl.fma(p, r, 2.7557319223985893e-06)
+    p = tl.fma(p, r, 2.48015873015873e-05)
+    p = tl.fma(p, r, 0.0001984126984126984)
+    p = tl.fma(p, r, 0.001388888888888889)
+    p = tl.fma(p, r, 0.008333333333333333)
+    p = tl.fma(p, r, 0.041666666666666664)
+    p = tl.fma(p, r, 0.16666666666666666)
+    p = tl.fma(p, r, 0.5)
+    p = tl.fma(p, r, 1.0)
+    p = tl.fma(p, r, 1.0)
     return p * ((shifted.to(tl.int64, bitcast=True) << 52) + 0x3FF0000000000000).to(tl.float64, bitcast=True)
 
 
@@ -464,20 +542,20 @@ def log1p_64(t):
     f = tl.where(n == 0, t, m - 1.0)
     d = 2.0 + f
     inverse = (1.0 / d.to(tl.float32)).to(tl.float64)
-    inverse = inverse * (2.0 - d * inverse)
-    inverse = inverse * (2.0 - d * inverse)
+    inverse = inverse * tl.fma(-d, inverse, 2.0)
+    inverse = inverse * tl.fma(-d, inverse, 2.0)
     z = f * inverse
     s = z * z
-    p = s * (2.0 / 19.0) + 2.0 / 17.0
-    p = p * s + 2.0 / 15.0
-    p = p * s + 2.0 / 13.0
-    p = p * s + 2.0 / 11.0
-    p = p * s + 2.0 / 9.0
-    p = p * s + 2.0 / 7.0
-    p = p * s + 0.4
-    p = p * s + 2.0 / 3.0
-    p = p * s + 2.0
-    return p * z + n.to(tl.float64) * LN2
+    p = tl.fma(s, (2.0 / 19.0), 2.0 / 17.0)
+    p = tl.fma(p, s, 2.0 / 15.0)
+    p = tl.fma(p, s, 2.0 / 13.0)
+    p = tl.fma(p, s, 2.0 / 11.0)
+    p = tl.fma(p, s, 2.0 / 9.0)
+    p = tl.fma(p, s, 2.0 / 7.0)
+    p = tl.fma(p, s, 0.4)
+    p = tl.fma(p, s, 2.0 / 3.0)
+    p = tl.fma(p, s, 2.0)
+    return tl.fma(p, z, n.to(tl.float64) * LN2)
 
 
 # --- what is compiled offline -----------------------------------------------------------------------------------------
@@ -497,8 +575,9 @@ def target_cases(variant: dict[str, Any]) -> list[TargetCase]:
         ("gate many partials", 8192, False, {"BIAS": True, "PARTIALS": 10, "KEEP": True}),
         ("gate top-16", 8192, False, {"BIAS": True, "K": 16}),
     ):
-        rows, warps = gate_tile(count)
         numbers = {"PARTIALS": 0, "KEEP": False, "BIAS": False, "K": 6, "RENORMALIZE": True, "LOG1P": False, **more}
-        numbers |= {"ROWS": rows, **shape_of(384, numbers["K"], lane64)}
-        cases.append(case_of(gate_kernel, label, variant, warps, _TYPES, _ALIGNED, **numbers))
+        repeat, rows = gate_tile(count)
+        numbers |= {"REPEAT": repeat, "ROWS": rows, **shape_of(384, numbers["K"], lane64)}
+        case = case_of(gate_kernel, label, variant, 1, _TYPES, **numbers)
+        cases.append(replace(case, aligned=_ALIGNED, options={**case.options, "num_stages": 1}))
     return cases
