@@ -139,6 +139,13 @@ def test_bytes_a_token():
         assert float(row["bytes a token, index keys included"]) == 2.5 * (page + 68)
 
 
+@pytest.mark.parametrize("row", rows_with("formats.md", "lengths", "units", "decode records"), ids=str)
+def test_worked_schedules(row):
+    lengths = torch.tensor([int(x) for x in row["lengths"].split(",")])
+    schedule = lk.decode_schedule(lengths, workers=int(row["units"]), max_len=2048)
+    assert schedule.tolist() == [[int(x) for x in record.split()] for record in row["decode records"].split(";")]
+
+
 def test_public_names_exist():
     named = re.findall(r"lk\.([a-z]\w*)", (DOCS / "names.md").read_text())
     assert len(named) > 20
@@ -168,14 +175,16 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     assert all(blocks)
     source = folder / "pages.c"
     source.write_text("\n".join(block for page in blocks for block in page))
-    warnings = ("-std=c99", "-Wall", "-Wextra", "-Werror")
-    subprocess.run([compiler, *warnings, "-shared", "-fPIC", "-o", folder / "pages.so", source], check=True)
+    warnings = ("-std=c99", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+    subprocess.run([compiler, *warnings, "-shared", "-fPIC", "-o", folder / "pages.so", source, "-lm"], check=True)
     loaded = ctypes.CDLL(str(folder / "pages.so"))
     for name, extra in (("kv_page_bytes", 1), ("kv_data", 3), ("kv_scale", 3)):
         getattr(loaded, name).argtypes = [Layout] + [ctypes.c_int64] * extra
         getattr(loaded, name).restype = ctypes.c_int64
     loaded.e4m3_encode.argtypes = [ctypes.c_float]
     loaded.e4m3_encode.restype = ctypes.c_uint8
+    loaded.exp_nonpositive.argtypes = [ctypes.c_float]
+    loaded.exp_nonpositive.restype = ctypes.c_float
     return loaded
 
 
@@ -208,6 +217,16 @@ def test_e4m3_in_c_rounds_like_ml_dtypes(library):
         0xFE,
     ]
     assert library.e4m3_encode(float("nan")) == 0x7F
+
+
+def test_exp_in_c_has_the_bits_of_the_library_s(library):
+    x = torch.cat(
+        (-torch.rand(4000, generator=torch.Generator().manual_seed(0)) * 90, torch.tensor([0.0, -0.0, -87.0]))
+    )
+    ours = torch.tensor([library.exp_nonpositive(value) for value in x.tolist()])
+    assert torch.equal(ours, numerics.exp_nonpositive(x))
+    assert library.exp_nonpositive(float("-inf")) == 0.0
+    assert library.exp_nonpositive(float("nan")) != library.exp_nonpositive(float("nan"))
 
 
 # --- the Python of the pages ------------------------------------------------------------------------------------------
