@@ -151,8 +151,8 @@ def gate_kernel(
     for n in range(REPEAT):
         gate_rows(
             (tl.program_id(0).to(tl.int64) * REPEAT + n) * ROWS + tl.arange(0, ROWS), source, source_stride,
-            partial_stride, summed, summed_stride, bias, weights, ids, count, scale, num_shared, PARTIALS, KEEP, BIAS, K,
-            RENORMALIZE, LOG1P, EXPERTS, LANE64, WIDTH, PARTS, ID_MASK, CANDIDATES, ROWS, CAST,
+            partial_stride, summed, summed_stride, bias, weights, ids, count, scale, num_shared, PARTIALS, KEEP, BIAS,
+            K, RENORMALIZE, LOG1P, EXPERTS, LANE64, WIDTH, PARTS, ID_MASK, CANDIDATES, ROWS, CAST,
         )  # fmt: skip
 
 
@@ -575,7 +575,15 @@ def target_cases(variant: dict[str, Any]) -> list[TargetCase]:
         ("gate many partials", 8192, False, {"BIAS": True, "PARTIALS": 10, "KEEP": True}),
         ("gate top-16", 8192, False, {"BIAS": True, "K": 16}),
     ):
-        numbers = {"PARTIALS": 0, "KEEP": False, "BIAS": False, "K": 6, "RENORMALIZE": True, "LOG1P": False, **more}
+        numbers: dict[str, Any] = {
+            "PARTIALS": 0,
+            "KEEP": False,
+            "BIAS": False,
+            "K": 6,
+            "RENORMALIZE": True,
+            "LOG1P": False,
+            **more,
+        }
         repeat, rows = gate_tile(count)
         numbers |= {"REPEAT": repeat, "ROWS": rows, **shape_of(384, numbers["K"], lane64)}
         case = case_of(gate_kernel, label, variant, 1, _TYPES, **numbers)

@@ -202,7 +202,7 @@ def logits_kernel(
     tiles = tl.cdiv(experts, COLUMNS)
     column = (program % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     rest = program // tiles
-    chunk = 0
+    chunk = program * 0
     if not WALK:
         chunk = rest % chunks
         rest = rest // chunks

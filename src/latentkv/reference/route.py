@@ -71,7 +71,8 @@ def route_topk(
         total = torch.zeros_like(weights[:, :1])
         for j in range(k):
             total = total + weights[:, j : j + 1]
-        weights = weights * (scale / total.clamp(min=1e-20))
+        # a number over a tensor would be its reciprocal times the number
+        weights = weights * (torch.full_like(total, scale) / total.clamp(min=1e-20))
     else:
         weights = weights * scale
     shared = torch.arange(logits.shape[1], logits.shape[1] + num_shared, device=logits.device).expand(len(logits), -1)
@@ -80,13 +81,17 @@ def route_topk(
 
 
 def gate_scores(logits: Tensor, softplus: str) -> Tensor:
-    """sqrt(softplus(logits)) in fp32; +Inf counts as the largest number, NaN stays."""
+    """sqrt(softplus(logits)), each operation rounded once to fp32; +Inf counts as the largest number, NaN stays.
+
+    fp64 gives functions (the root too) that are correctly rounded, so scores, and with them ties, are the same on every device.
+    """
     x = torch.where(logits == torch.inf, FLT_MAX, logits)
     if softplus == "log1p":
-        soft = torch.log1p(torch.exp(x))
+        soft = torch.log1p(torch.exp(x.double()).to(F32).double()).to(F32)
     else:
-        soft = torch.log2(1.0 + torch.exp2(x * math.log2(math.e))) * math.log(2.0)
-    return torch.where(x > 20.0, x, soft).sqrt()
+        t = torch.exp2((x * math.log2(math.e)).double()).to(F32)
+        soft = torch.log2((1.0 + t).double()).to(F32) * math.log(2.0)
+    return torch.where(x > 20.0, x, soft).double().sqrt().to(F32)
 
 
 def _index_order(choice: Tensor, k: int) -> Tensor:

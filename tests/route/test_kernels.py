@@ -1,0 +1,127 @@
+"""Kernels against the reference bit by bit, and the paths of a product against each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import latentkv as lk
+from latentkv.reference import route as reference
+
+INF, NAN = float("inf"), float("nan")
+ODD = [NAN, INF, -INF, 1e-42, -1e-42, 0.0, -0.0, 88.0, -104.0, 20.0, 20.000002, 3.4e38, -3.4e38, 1e-30]
+
+
+def logits_of(rows: int, experts: int, seed: int = 0) -> Tensor:
+    """Random logits of several magnitudes, every third row coarse so that ties decide, odd values in every fifth."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-2, 3, (rows, 1), generator=generator)
+    logits = torch.randn(rows, experts, generator=generator) * scale
+    logits[::3] = (logits[::3] * 4).round() / 4
+    where = torch.rand(rows, experts, generator=generator) < 0.05
+    where[torch.arange(rows) % 5 != 0] = False
+    return torch.where(where, torch.tensor(ODD)[torch.randint(0, len(ODD), where.shape, generator=generator)], logits)
+
+
+def bias_of(experts: int) -> Tensor:
+    bias = torch.randn(experts, generator=torch.Generator().manual_seed(1)) * 0.3
+    bias[::4] = (bias[::4] * 4).round() / 4
+    return bias
+
+
+def equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> bool:
+    return torch.equal(got[1].cpu(), want[1]) and torch.equal(got[0].cpu(), want[0])
+
+
+@pytest.mark.parametrize("softplus", ["log2", "log1p"])
+@pytest.mark.parametrize("tie_order", ["index", "lane64"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_picks_and_weights_are_the_references_bits(backend, softplus, tie_order, biased):
+    logits, bias = logits_of(192, 384), bias_of(384) if biased else None
+    options = {"k": 6, "scale": 2.5, "softplus": softplus, "tie_order": tie_order}
+    given = logits.to(backend.device), None if bias is None else bias.to(backend.device)
+    want = reference.route_topk(logits, bias, None, 6, True, 2.5, 0, tie_order, softplus)
+    assert equal(lk.route_topk(*given, **options), want)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 8, 31, 48, 100, 160, 256, 257, 512, 1000])
+def test_any_number_of_experts_is_routed(backend, experts):
+    logits, bias = logits_of(70, experts, experts), bias_of(experts)
+    k = min(8, experts)
+    want = reference.route_topk(logits, bias, None, k, False, 1.0, 1, "index", "log2")
+    got = lk.route_topk(logits.to(backend.device), bias.to(backend.device), k=k, renormalize=False, num_shared=1)
+    assert equal(got, want)
+
+
+def test_a_bias_that_cancels_or_dwarfs_scores_does_not_mislead_the_bound(backend):
+    """Choices far below the scores' rounding errors, and scores far above the choices."""
+    logits = logits_of(64, 384, 5).clamp(-1e4, 1e4)
+    logits[logits != logits] = 0.0
+    bias = -reference.gate_scores(logits, "log2")[0]  # the first row's choices are all zero
+    bias[7], bias[9] = 1e30, -1e30
+    logits[1, 11] = 1e37
+    want = reference.route_topk(logits, bias, None, 6, True, 1.0, 0, "index", "log2")
+    assert equal(lk.route_topk(logits.to(backend.device), bias.to(backend.device), k=6), want)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 10, 19])
+def test_gates_over_partials_equal_the_gate_over_their_sum(backend, parts):
+    partials = torch.stack([logits_of(9, 256, n).clamp(-1e3, 1e3).nan_to_num() for n in range(parts)])
+    wide = torch.zeros(parts + 1, 9, 300)
+    wide[:parts, :, 20:276] = partials
+    logits = torch.zeros(9, 400)
+    given = wide.to(backend.device)[:parts, :, 20:276], logits.to(backend.device)
+    got = lk.route_topk(given[1][:, 100:356], k=6, partials=given[0])
+    want = reference.route_topk(logits[:, 100:356], None, partials, 6, True, 1.0, 0, "index", "log2")
+    assert equal(got, want)
+    assert torch.equal(given[1].cpu(), logits)
+
+
+def test_many_shared_experts_fill_their_columns(backend):
+    weights, ids = lk.route_topk(torch.zeros(3, 8, device=backend.device), k=2, num_shared=70)
+    assert ids[:, 2:].tolist() == [list(range(8, 78))] * 3
+    assert (weights[:, 2:] == 1).all()
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [1024, 700])
+def test_one_launch_and_two_give_the_same_bits(backend, dtype, width):
+    if not backend.is_kernel:
+        pytest.skip("the reference has one path")
+    from latentkv.kernels import route
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(70, width, generator=generator).bfloat16().to(backend.device)
+    w = torch.randn(48, width, generator=generator).to(dtype).to(backend.device)
+    tile = route.split_tile(70, dtype, route.is_even(x), False)
+    for scale in (None, 0.1):
+        split, walked = (route._logits(x, w, scale, replace(tile, walk=walk)) for walk in (False, True))
+        assert torch.equal(split, walked)
+
+
+def test_odd_weights_keep_their_values(backend):
+    """Inf and NaN stay in their row and column, small and large fp32 weights keep every bit."""
+    x = torch.zeros(4, 512).bfloat16()
+    x[0, 0], x[1, 1], x[2, 2] = 1.0, 2.0, INF
+    w = torch.zeros(8, 512)
+    w[0, 0], w[1, 0], w[2, 0], w[3, 0], w[4, 0] = 3.4028234663852886e38, 1.17549435e-38 * 3, NAN, -INF, 1 + 2.0**-23
+    w[:, 2] = torch.tensor([1.0, -2.0, 3.0, 1 + 2.0**-23, -1.0, 2.0**-100, 7.0, -0.1])
+    got = lk.router_logits(x.to(backend.device), w.to(backend.device)).cpu()
+    assert torch.equal(got[0, :2], w[:2, 0])
+    assert got[0, 2].isnan()
+    assert got[0, 3:5].tolist() == [-INF, 1 + 2.0**-23]
+    assert got[2, [0, 1, 4, 5, 6, 7]].tolist() == [INF, -INF, -INF, INF, INF, -INF]
+    assert (got[3] == 0)[torch.tensor([0, 1, 4, 5, 6, 7])].all()
+
+
+def test_no_columns_and_no_experts_give_zeros_and_nothing(backend):
+    x, w = torch.zeros(3, 0, device=backend.device).bfloat16(), torch.zeros(5, 0, device=backend.device).bfloat16()
+    assert torch.equal(lk.router_logits(x, w).cpu(), torch.zeros(3, 5))
+    assert lk.router_partials(x, w).shape == (1, 3, 5)
+    assert lk.router_logits(torch.zeros(3, 64, device=backend.device).bfloat16(), w.new_zeros(0, 64)).shape == (3, 0)
