@@ -22,13 +22,12 @@ __all__ = [
     "select_topk_in_blocks",
 ]
 
-# e4m3 bytes of the low and of the high nibbles of four bytes: sign to bit 7, the other bits to 4..2
-
-_E4M3_OF_FOUR_BYTES: tl.constexpr = tl.constexpr("""{
-.reg .b32 s, t, u;
-mov.b32 u, $2;
-and.b32 t, u, 0x07070707;  shl.b32 t, t, 2;  and.b32 s, u, 0x08080808;  shl.b32 s, s, 4;  or.b32 $0, s, t;
-shr.u32 t, u, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, u, 0x80808080;  or.b32 $1, s, t;
+# e4m3 bytes of the low and of the high nibbles of a word: sign to bit 7, the other bits to 4..2. The word arrives once for
+# each byte
+_E4M3_OF_A_WORD: tl.constexpr = tl.constexpr("""{
+.reg .b32 s, t;
+and.b32 t, $2, 0x07070707;  shl.b32 t, t, 2;  and.b32 s, $2, 0x08080808;  shl.b32 s, s, 4;  or.b32 $0, s, t;
+shr.u32 t, $2, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, $2, 0x80808080;  or.b32 $1, s, t;
 }""")
 KEYS_AT_ONCE = 64  # never more than a page: the rows of one matrix instruction of four warps
 
@@ -89,6 +88,7 @@ def index_logits(
             PADDED=max(16, triton.next_power_of_2(heads)),
             LAYOUT=layout,
             PAGE_SHIFT=page_size.bit_length() - 1,
+            WORDS=payload.data_ptr() % 4 == 0 and payload.stride(0) % 4 == 0,
             FLYDSL=query_layout == "flydsl",
             BY_ROW=row_to_batch is not None,
             FILL=fill,
@@ -140,6 +140,7 @@ def index_logits_kernel(
     PADDED: tl.constexpr,
     LAYOUT: tl.constexpr,
     PAGE_SHIFT: tl.constexpr,
+    WORDS: tl.constexpr,
     FLYDSL: tl.constexpr,
     BY_ROW: tl.constexpr,
     FILL: tl.constexpr,
@@ -194,16 +195,18 @@ def index_logits_kernel(
                 True,
                 LAYOUT,
                 PAGE_SHIFT,
+                WORDS,
                 DOT,
                 BLOCK,
-                CAST,
             )
-        else:
-            q0, q1 = _query_operand(c0, 0, DOT, PADDED), _query_operand(c1, 0, DOT, PADDED)
-            q2, q3 = _query_operand(c2, 0, DOT, PADDED), _query_operand(c3, 0, DOT, PADDED)
+        else:  # rare: few keys at once, so that the registers it takes are not the kernel's
+            FEW: tl.constexpr = 16
+            WIDE: tl.constexpr = "bf16" if DOT == "e4m3" else DOT
+            r0, r1 = _query_operand(c0, 0, WIDE, PADDED), _query_operand(c1, 0, WIDE, PADDED)
+            r2, r3 = _query_operand(c2, 0, WIDE, PADDED), _query_operand(c3, 0, WIDE, PADDED)
             s0, s1 = dev.ue8m0_decode(e0), dev.ue8m0_decode(e1)
             s2, s3 = dev.ue8m0_decode(e2), dev.ue8m0_decode(e3)
-            _score(q0, q1, q2, q3, s0, s1, s2, s3, weight, *where, False, LAYOUT, PAGE_SHIFT, DOT, BLOCK, CAST)
+            _score(r0, r1, r2, r3, s0, s1, s2, s3, weight, *where, False, LAYOUT, PAGE_SHIFT, WORDS, WIDE, FEW)
     if FILL:
         begin = tl.maximum(first, length)
         for block in range(tl.cdiv(last - begin, BLOCK)):
@@ -214,42 +217,45 @@ def index_logits_kernel(
 @triton.jit
 def _score(
     q0, q1, q2, q3, s0, s1, s2, s3, weight, payload, payload_stride, scale, scale_stride, table, num_pages, logits,
-    first, end, FOLDED: tl.constexpr, LAYOUT: tl.constexpr, PAGE_SHIFT: tl.constexpr, DOT: tl.constexpr,
-    BLOCK: tl.constexpr, CAST: tl.constexpr,
+    first, end, FOLDED: tl.constexpr, LAYOUT: tl.constexpr, PAGE_SHIFT: tl.constexpr, WORDS: tl.constexpr,
+    DOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the logits of keys first ..< end, a block in a page at a time; FOLDED queries carry their own scales."""
-    offset = tl.arange(0, BLOCK)
+    # a block's codes are on their way while the block before is scored, and its page's id one block earlier
+    page = _page_of(table, first, end, PAGE_SHIFT)
+    k0, k1, k2, k3, e = _key_block(
+        payload, payload_stride, scale, scale_stride, num_pages, page, first, end, LAYOUT, PAGE_SHIFT, WORDS, BLOCK
+    )
+    page = _page_of(table, first + BLOCK, end, PAGE_SHIFT)
     for block in range(tl.cdiv(end - first, BLOCK)):
         start = first + block * BLOCK
-        key = start + offset
-        page = tl.load(table + (start >> PAGE_SHIFT)).to(tl.int64)
-        inside = (page >= 0) & (page < num_pages)
-        stored = key < tl.where(inside, end, 0)
-        page = tl.where(inside, page, 0)
-        slot = (offset + (start & ((1 << PAGE_SHIFT) - 1))).to(tl.int32)
-        k0, e0 = _key_group(
-            payload, payload_stride, scale, scale_stride, page, slot, stored, 0, LAYOUT, PAGE_SHIFT, DOT
-        )
-        k1, e1 = _key_group(
-            payload, payload_stride, scale, scale_stride, page, slot, stored, 1, LAYOUT, PAGE_SHIFT, DOT
-        )
-        k2, e2 = _key_group(
-            payload, payload_stride, scale, scale_stride, page, slot, stored, 2, LAYOUT, PAGE_SHIFT, DOT
-        )
-        k3, e3 = _key_group(
-            payload, payload_stride, scale, scale_stride, page, slot, stored, 3, LAYOUT, PAGE_SHIFT, DOT
-        )
+        n0, n1, n2, n3, f = _key_block(
+            payload, payload_stride, scale, scale_stride, num_pages, page, start + BLOCK, end,
+            LAYOUT, PAGE_SHIFT, WORDS, BLOCK,
+        )  # fmt: skip
+        page = _page_of(table, start + 2 * BLOCK, end, PAGE_SHIFT)
         # a group's dot is exact, and so is its product with powers of two: only the three additions round
-        total = _group_dot(k0, q0, DOT, CAST, BLOCK) * _factor(e0, s0, FOLDED)
-        total = tl.fma(_group_dot(k1, q1, DOT, CAST, BLOCK), _factor(e1, s1, FOLDED), total)
-        total = tl.fma(_group_dot(k2, q2, DOT, CAST, BLOCK), _factor(e2, s2, FOLDED), total)
-        total = tl.fma(_group_dot(k3, q3, DOT, CAST, BLOCK), _factor(e3, s3, FOLDED), total)
+        total = _group_dot(k0, q0, DOT, BLOCK) * _factor(e, s0, 0, FOLDED, DOT)
+        total = tl.fma(_group_dot(k1, q1, DOT, BLOCK), _factor(e, s1, 1, FOLDED, DOT), total)
+        total = tl.fma(_group_dot(k2, q2, DOT, BLOCK), _factor(e, s2, 2, FOLDED, DOT), total)
+        total = tl.fma(_group_dot(k3, q3, DOT, BLOCK), _factor(e, s3, 3, FOLDED, DOT), total)
         term = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+        key = start + tl.arange(0, BLOCK)
         tl.store(logits + key, _fold(term, BLOCK, weight.shape[0]), mask=key < end)
+        k0, k1, k2, k3, e = n0, n1, n2, n3, f
 
 
 @triton.jit
-def _factor(key_scale, query_scale, FOLDED: tl.constexpr):
+def _page_of(table, start, end, PAGE_SHIFT: tl.constexpr):
+    """The page of a block's keys; -1 past the end."""
+    return tl.load(table + (start >> PAGE_SHIFT), mask=start < end, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _factor(exponents, query_scale, GROUP: tl.constexpr, FOLDED: tl.constexpr, DOT: tl.constexpr):
+    key_scale = dev.ue8m0_decode((exponents >> (8 * GROUP)) & 0xFF)
+    if DOT == "e4m3":
+        key_scale = key_scale * 64.0  # key operands carry 2^-6
     if FOLDED:
         return tl.broadcast_to(key_scale[:, None], [key_scale.shape[0], query_scale.shape[0]])
     else:
@@ -296,48 +302,80 @@ def _query_operand(codes, shift, DOT: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _key_group(
-    payload, payload_stride, scale, scale_stride, page, slot, stored, GROUP: tl.constexpr, LAYOUT: tl.constexpr,
-    PAGE_SHIFT: tl.constexpr, DOT: tl.constexpr,
+def _key_block(
+    payload, payload_stride, scale, scale_stride, num_pages, page, start, end, LAYOUT: tl.constexpr,
+    PAGE_SHIFT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packed bytes [keys, 16] and scales [keys] of one group; keys that are not stored are zero."""
+    """Words [BLOCK, 4] of four groups and of exponents [BLOCK]; keys that are not stored are zero."""
+    offset = tl.arange(0, BLOCK)
+    inside = (page >= 0) & (page < num_pages)
+    stored = start + offset < tl.where(inside, end, 0)
+    page = tl.where(inside, page, 0)
+    payload += page * payload_stride
+    slot = (offset + (start & ((1 << PAGE_SHIFT) - 1))).to(tl.int32)
     if LAYOUT == "fused":
-        at = slot * 64 + GROUP * 16
-        exponents = payload + page * payload_stride + (64 << PAGE_SHIFT) + (slot * 4 + GROUP)
+        exponents = _word(payload + (64 << PAGE_SHIFT), slot, stored, WORDS)
     elif LAYOUT == "split64":
-        at = GROUP * 1024 + slot * 16
-        exponents = scale + page * scale_stride + (GROUP * 64 + (slot % 16) * 4 + slot // 16)
+        exponents = _gathered(scale + page * scale_stride, (slot % 16) * 4 + slot // 16, stored, 64)
     else:
-        at = (slot // 8) * 512 + ((slot % 4) * 4 + GROUP) * 32 + (slot % 8) // 4 * 16
-        exponents = scale + page * scale_stride + ((slot // 8) * 32 + GROUP * 8 + slot % 8)
-    at = payload + page * payload_stride + (at[:, None] + tl.arange(0, 16)[None, :])
-    packed = tl.load(at, mask=stored[:, None], other=0)
-    factor = dev.ue8m0_decode(tl.load(exponents, mask=stored, other=127).to(tl.int32))
-    if DOT == "e4m3":
-        factor = factor * 64.0  # key operands carry 2^-6
-    return packed, factor
+        exponents = _gathered(scale + page * scale_stride, (slot // 8) * 32 + slot % 8, stored, 8)
+    k0 = _key_group(payload, slot, stored, 0, LAYOUT, WORDS)
+    k1 = _key_group(payload, slot, stored, 1, LAYOUT, WORDS)
+    k2 = _key_group(payload, slot, stored, 2, LAYOUT, WORDS)
+    k3 = _key_group(payload, slot, stored, 3, LAYOUT, WORDS)
+    return k0, k1, k2, k3, exponents
 
 
 @triton.jit
-def _group_dot(packed, q, DOT: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constexpr):
-    """fp32 [ROWS, heads] of packed keys [ROWS, 16] and a query operand [32, heads]; exact."""
-    return tl.dot(_key_operand(packed, DOT, CAST, ROWS), q, input_precision="ieee", out_dtype=tl.float32)
+def _key_group(payload, slot, stored, GROUP: tl.constexpr, LAYOUT: tl.constexpr, WORDS: tl.constexpr):
+    if LAYOUT == "fused":
+        at = slot * 16 + GROUP * 4
+    elif LAYOUT == "split64":
+        at = GROUP * 256 + slot * 4
+    else:
+        at = (slot // 8) * 128 + ((slot % 4) * 4 + GROUP) * 8 + (slot % 8) // 4 * 4
+    return _word(payload, at[:, None] + tl.arange(0, 4)[None, :], stored[:, None], WORDS)
 
 
 @triton.jit
-def _key_operand(packed, DOT: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constexpr):
-    """Matrix operand [ROWS, 32] of e2m1 bytes [ROWS, 16]: the low nibbles first, then the high ones."""
+def _word(base, at, mask, WORDS: tl.constexpr):
+    """Words number `at` from a pointer to bytes, which is aligned if WORDS."""
+    if WORDS:
+        return tl.load(base.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask, other=0)
+    else:
+        return _gathered(base, at * 4, mask, 1)
+
+
+@triton.jit
+def _gathered(base, at, mask, STEP: tl.constexpr):
+    """A word of the bytes at `at`, `at` + STEP and so on."""
+    word = tl.load(base + at, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, 4):
+        word |= tl.load(base + (at + byte * STEP), mask=mask, other=0).to(tl.int32) << (8 * byte)
+    return word
+
+
+@triton.jit
+def _group_dot(words, q, DOT: tl.constexpr, ROWS: tl.constexpr):
+    """fp32 [ROWS, heads] of packed keys [ROWS, 4] and a query operand [32, heads]; exact."""
+    return tl.dot(_key_operand(words, DOT, ROWS), q, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def _key_operand(words, DOT: tl.constexpr, ROWS: tl.constexpr):
+    """Matrix operand [ROWS, 32] of e2m1 words [ROWS, 4]: the low nibbles of all bytes first, then the high ones."""
+    words = tl.broadcast_to(words[:, :, None], [ROWS, 4, 4])
     if DOT == "e4m3":
         # an e2m1 code moved by two bits is the e4m3 code of 2^-6 times its value
         low, high = tl.inline_asm_elementwise(
-            _E4M3_OF_FOUR_BYTES, "=r,=r,r", [packed], (tl.uint8, tl.uint8), is_pure=True, pack=4
+            _E4M3_OF_A_WORD, "=&r,=r,r,r,r,r", [words], (tl.uint8, tl.uint8), is_pure=True, pack=4
         )
-        codes = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [ROWS, 32])
-        return codes.to(tl.float8e4nv, bitcast=True)
+        codes = tl.join(tl.reshape(low, [ROWS, 16]), tl.reshape(high, [ROWS, 16]))
+        return tl.reshape(tl.permute(codes, [0, 2, 1]), [ROWS, 32]).to(tl.float8e4nv, bitcast=True)
     else:
-        packed = packed.to(tl.int32)
-        codes = tl.reshape(tl.permute(tl.join(packed & 0xF, packed >> 4), [0, 2, 1]), [ROWS, 32])
-        values = dev.e2m1_decode(codes)
+        packed = tl.reshape(words >> (8 * tl.arange(0, 4))[None, None, :], [ROWS, 16])
+        codes = tl.join(packed & 0xF, (packed >> 4) & 0xF)
+        values = dev.e2m1_decode(tl.reshape(tl.permute(codes, [0, 2, 1]), [ROWS, 32]))
         if DOT == "bf16":
             return dev.to_bf16(values)
         else:
@@ -357,7 +395,7 @@ def _cases() -> list[TargetCase]:
     for layout, heads, flydsl in (("fused", 32, False), ("split64", 64, True), ("split8", 16, False)):
         for variant in DEVICE_VARIANTS:
             constexprs = {
-                "HEADS": heads, "PADDED": heads, "LAYOUT": layout, "PAGE_SHIFT": 6, "FLYDSL": flydsl, "BY_ROW": False,
+                "HEADS": heads, "PADDED": heads, "LAYOUT": layout, "PAGE_SHIFT": 6, "WORDS": True, "FLYDSL": flydsl, "BY_ROW": False,
                 "FILL": True, "DOT": "e4m3" if variant["targets"] == ("sm90",) else "bf16", "BLOCK": KEYS_AT_ONCE,
                 **variant["constexprs"],
             }  # fmt: skip
