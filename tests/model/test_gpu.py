@@ -19,10 +19,11 @@ from tests.model import proofs
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-# Logits between two tokens below which either may be said. On the GPU sums are fp32 and probabilities are rounded to
-# bf16, and a quantizer turns one bf16 step into one code: on a CPU bf16 products instead of fp64 ones change 0.4 % of
-# the likeliest tokens, all where less than 0.06 lies between the two.
-TIE = 0.25
+# Logits between two tokens below which either may be said. Kernels round probabilities to bf16 and sum in fp32, and a
+# quantizer turns one bf16 step into one code. The reference with these two changes, on a CPU, over 3072 tokens of held
+# out text: another likeliest token in 1.1 %; 32 of those 33 where at most 0.23 lies between the two, one at 0.55.
+TIE = 1.0
+OTHERS, MOSTLY = 0.025, 0.4  # share of all tokens, and logits that nine in ten of them stay below
 BITS = 0.002
 PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 
@@ -68,12 +69,12 @@ def test_captured_decoding_says_what_the_cpu_says(model: PagedModel, capsys: pyt
             f"along all texts {others} of {16 * 512} others, at most {max(max(v.shortfalls) for v in found):.4f} below"
         )
     assert all(fall <= TIE for fall in falls)
-    assert others < 0.02 * 16 * 512
-    assert max(max(v.shortfalls) for v in found) < 2 * TIE
+    assert others <= OTHERS * 16 * 512
+    assert sum(s > MOSTLY for v in found for s in v.shortfalls) <= max(2, 0.1 * others)
 
 
 def test_bits_per_byte_are_those_of_the_cpu(model: PagedModel, capsys: pytest.CaptureFixture[str]):
-    windows = held_out_windows(1024, 8)
+    windows = held_out_windows(1024, 16)
     ours = proofs.bits_per_byte(model, windows)
     parts = proofs.in_parallel(proofs.reference_bits, windows, processes=PROCESSES)
     counts = [w.numel() - 1 for w in windows]
