@@ -19,7 +19,7 @@ from latentkv.targets import TARGETS
 
 HERE = Path(__file__).parent
 KERNELS = Path(latentkv.kernels.__file__).parent
-STAGES = sorted({op.stage for op in OPS.values() if op.kernel})
+STAGES = sorted({op.stage for op in OPS.values() if op.kernel} | {"model"})
 
 
 def _targets(*arguments: str) -> tuple[int, dict[str, Any]]:
