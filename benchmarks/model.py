@@ -17,8 +17,8 @@ this library's reference run by PyTorch, with bf16 matrix products and PyTorch's
 stage's calls alone, on the inputs that they had in the step; `linear` is matrix products (`linear_fp32` among them),
 `rest` is what the others leave of the whole step: addresses, norms, hyper-connection, gated experts, likeliest token.
 
-All sets of inputs are one and the same: a step follows itself, as in decoding, and finds the small model's weights in the
-L2 cache. A stage alone finds more of its inputs there than in the step, so `rest` is the least certain number.
+All sets of inputs are one and the same: a step follows itself, as in decoding, and finds the small model's weights in
+the L2 cache. A stage alone finds more of its inputs there than in the step, so `rest` is the least certain number.
 """
 
 from __future__ import annotations
