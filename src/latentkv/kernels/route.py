@@ -164,10 +164,10 @@ def split_tile(count: int, dtype: torch.dtype, even: bool, hopper: bool) -> Tile
     if dev.INTERPRETED:
         return INTERPRETED_TILE
     if dtype == torch.float32 or not even:
-        return Tile(64, 32, 32, 4, 4 if hopper else 2)
+        return Tile(64, 32, 32, 4, 4) if hopper else Tile(64, 32, 32, 8, 2)
     if count <= 64:
         return Tile(64, 32, 64, 4, 8 if hopper else 3)
-    return Tile(64, 64, 64, 4, 5) if hopper else Tile(64, 64, 32, 4, 3)
+    return Tile(64, 64, 64, 4, 5) if hopper else Tile(64, 64, 64, 8, 3)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
