@@ -9,7 +9,15 @@ from torch import Tensor
 
 from latentkv.kernels import device as dev
 from latentkv.kernels import schedule, topk
-from latentkv.kernels.launch import DEVICE_VARIANTS, E4M3_CAST, TargetCase, common_options, on_device, wave_size
+from latentkv.kernels.launch import (
+    DEVICE_VARIANTS,
+    E4M3_CAST,
+    TargetCase,
+    common_options,
+    is_rdna,
+    on_device,
+    wave_size,
+)
 from latentkv.kernels.schedule import decode_schedule, prefill_schedule
 from latentkv.kernels.topk import select_blocks, select_topk, select_topk_in_blocks
 
@@ -22,8 +30,8 @@ __all__ = [
     "select_topk_in_blocks",
 ]
 
-# e4m3 bytes of the low and of the high nibbles of a word: sign to bit 7, the other bits to 4..2. The word arrives once for
-# each byte
+# e4m3 bytes of the low and of the high nibbles of a word: sign to bit 7, the other bits to 4..2. The word arrives once
+# for each byte
 _E4M3_OF_A_WORD: tl.constexpr = tl.constexpr("""{
 .reg .b32 s, t;
 and.b32 t, $2, 0x07070707;  shl.b32 t, t, 2;  and.b32 s, $2, 0x08080808;  shl.b32 s, s, 4;  or.b32 $0, s, t;
@@ -94,6 +102,7 @@ def index_logits(
             FILL=fill,
             DOT=_operand(out.device, options["CAST"]),
             BLOCK=KEYS_AT_ONCE,
+            AHEAD=not is_rdna(out.device),
             num_warps=_warps(heads, wave_size(out.device)),
             num_stages=1,  # the copies of a pipeline cost more than what occupancy hides anyway
             **options,
@@ -146,6 +155,7 @@ def index_logits_kernel(
     FILL: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -198,15 +208,16 @@ def index_logits_kernel(
                 WORDS,
                 DOT,
                 BLOCK,
+                AHEAD,
             )
         else:  # rare: few keys at once, so that the registers it takes are not the kernel's
-            FEW: tl.constexpr = 16
+            FEW: tl.constexpr = 16 if AHEAD else 32
             WIDE: tl.constexpr = "bf16" if DOT == "e4m3" else DOT
             r0, r1 = _query_operand(c0, 0, WIDE, PADDED), _query_operand(c1, 0, WIDE, PADDED)
             r2, r3 = _query_operand(c2, 0, WIDE, PADDED), _query_operand(c3, 0, WIDE, PADDED)
             s0, s1 = dev.ue8m0_decode(e0), dev.ue8m0_decode(e1)
             s2, s3 = dev.ue8m0_decode(e2), dev.ue8m0_decode(e3)
-            _score(r0, r1, r2, r3, s0, s1, s2, s3, weight, *where, False, LAYOUT, PAGE_SHIFT, WORDS, WIDE, FEW)
+            _score(r0, r1, r2, r3, s0, s1, s2, s3, weight, *where, False, LAYOUT, PAGE_SHIFT, WORDS, WIDE, FEW, False)
     if FILL:
         begin = tl.maximum(first, length)
         for block in range(tl.cdiv(last - begin, BLOCK)):
@@ -218,10 +229,10 @@ def index_logits_kernel(
 def _score(
     q0, q1, q2, q3, s0, s1, s2, s3, weight, payload, payload_stride, scale, scale_stride, table, num_pages, logits,
     first, end, FOLDED: tl.constexpr, LAYOUT: tl.constexpr, PAGE_SHIFT: tl.constexpr, WORDS: tl.constexpr,
-    DOT: tl.constexpr, BLOCK: tl.constexpr,
+    DOT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write the logits of keys first ..< end, a block in a page at a time; FOLDED queries carry their own scales."""
-    # a block's codes are on their way while the block before is scored, and its page's id one block earlier
+    # with AHEAD a block's codes are on their way while the one before is scored, and its page's id one block earlier
     page = _page_of(table, first, end, PAGE_SHIFT)
     k0, k1, k2, k3, e = _key_block(
         payload, payload_stride, scale, scale_stride, num_pages, page, first, end, LAYOUT, PAGE_SHIFT, WORDS, BLOCK
@@ -229,11 +240,12 @@ def _score(
     page = _page_of(table, first + BLOCK, end, PAGE_SHIFT)
     for block in range(tl.cdiv(end - first, BLOCK)):
         start = first + block * BLOCK
-        n0, n1, n2, n3, f = _key_block(
-            payload, payload_stride, scale, scale_stride, num_pages, page, start + BLOCK, end,
-            LAYOUT, PAGE_SHIFT, WORDS, BLOCK,
-        )  # fmt: skip
-        page = _page_of(table, start + 2 * BLOCK, end, PAGE_SHIFT)
+        if AHEAD:
+            n0, n1, n2, n3, f = _key_block(
+                payload, payload_stride, scale, scale_stride, num_pages, page, start + BLOCK, end,
+                LAYOUT, PAGE_SHIFT, WORDS, BLOCK,
+            )  # fmt: skip
+            page = _page_of(table, start + 2 * BLOCK, end, PAGE_SHIFT)
         # a group's dot is exact, and so is its product with powers of two: only the three additions round
         total = _group_dot(k0, q0, DOT, BLOCK) * _factor(e, s0, 0, FOLDED, DOT)
         total = tl.fma(_group_dot(k1, q1, DOT, BLOCK), _factor(e, s1, 1, FOLDED, DOT), total)
@@ -242,7 +254,14 @@ def _score(
         term = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
         key = start + tl.arange(0, BLOCK)
         tl.store(logits + key, _fold(term, BLOCK, weight.shape[0]), mask=key < end)
-        k0, k1, k2, k3, e = n0, n1, n2, n3, f
+        if AHEAD:
+            k0, k1, k2, k3, e = n0, n1, n2, n3, f
+        else:
+            k0, k1, k2, k3, e = _key_block(
+                payload, payload_stride, scale, scale_stride, num_pages, page, start + BLOCK, end,
+                LAYOUT, PAGE_SHIFT, WORDS, BLOCK,
+            )  # fmt: skip
+            page = _page_of(table, start + 2 * BLOCK, end, PAGE_SHIFT)
 
 
 @triton.jit
@@ -395,8 +414,10 @@ def _cases() -> list[TargetCase]:
     for layout, heads, flydsl in (("fused", 32, False), ("split64", 64, True), ("split8", 16, False)):
         for variant in DEVICE_VARIANTS:
             constexprs = {
-                "HEADS": heads, "PADDED": heads, "LAYOUT": layout, "PAGE_SHIFT": 6, "WORDS": True, "FLYDSL": flydsl, "BY_ROW": False,
-                "FILL": True, "DOT": "e4m3" if variant["targets"] == ("sm90",) else "bf16", "BLOCK": KEYS_AT_ONCE,
+                "HEADS": heads, "PADDED": heads, "LAYOUT": layout, "PAGE_SHIFT": 6, "WORDS": True, "FLYDSL": flydsl,
+                "BY_ROW": False, "FILL": True, "BLOCK": KEYS_AT_ONCE,
+                "DOT": "e4m3" if variant["targets"] == ("sm90",) else "bf16",
+                "AHEAD": variant["targets"] != ("gfx1201",),
                 **variant["constexprs"],
             }  # fmt: skip
             signature = {name: pointers.get(name, "i32") for name in names if name not in constexprs}

@@ -272,7 +272,7 @@ def pick_kernel(
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One piece of one row: its k best entries to the outputs (LAST), or a superset of them to a list of at most `cap`."""
+    """One piece of one row: its k best entries to the outputs (LAST), or at most `cap` with them to a list."""
     dev.begin(OVERLAP)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
