@@ -99,7 +99,7 @@ def test_one_launch_and_two_give_the_same_bits(backend, dtype, width):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(70, width, generator=generator).bfloat16().to(backend.device)
     w = torch.randn(48, width, generator=generator).to(dtype).to(backend.device)
-    tile = route.split_tile(70, dtype, route.is_even(x), False)
+    tile = route.split_tile(70, dtype, route.is_even(x), "")
     for scale in (None, 0.1):
         split, walked = (route._logits(x, w, scale, replace(tile, walk=walk)) for walk in (False, True))
         assert torch.equal(split, walked)

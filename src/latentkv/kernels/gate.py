@@ -36,6 +36,7 @@ LOOSE = tl.constexpr(1.0 + 2.0**-18)
 LOOSE_LN2 = tl.constexpr(0.6931471805599453 * (1.0 + 2.0**-18))
 SLACK = tl.constexpr(2.0**-20)
 UNROLLED = tl.constexpr(16)  # partials whose loads stand in one row
+EAGER_VALUES = tl.constexpr(3840)  # 120 values a lane
 
 
 def route_topk(
@@ -58,7 +59,7 @@ def route_topk(
     if count == 0:
         return weights, ids
     summed = logits if logits is not None else source
-    repeat, rows = gate_tile(count)
+    repeat, rows = gate_tile(count, k)
     with on_device(source):
         gate_kernel[(triton.cdiv(count, repeat * rows),)](
             source,
@@ -88,12 +89,12 @@ def route_topk(
     return weights, ids
 
 
-def gate_tile(count: int) -> tuple[int, int]:
+def gate_tile(count: int, k: int) -> tuple[int, int]:
     """How many times a program, which is one warp, takes how many rows: one at a time, so that nothing moves between
     lanes but what reductions move."""
     if dev.INTERPRETED:  # it takes as long for one row as for many
         return 1, 64
-    return (1 if count <= 2048 else 4), 1
+    return (1 if count <= 2048 else 4 if k <= 8 else 2), 1
 
 
 def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def gate_rows(
     live = row < count
     at = source + row * source_stride
     inside = tl.arange(0, WIDTH)
-    logits = load_parts(at, partial_stride, live, WIDTH, PARTS, EXPERTS, PARTIALS)
+    logits = load_parts(at, partial_stride, live, WIDTH, PARTS, EXPERTS, PARTIALS, CAST == dev.E4M3_CAST, False)
     if KEEP:
         for part in tl.static_range(PARTS):
             expert = part * WIDTH + inside
@@ -235,18 +236,18 @@ def gate_rows(
 
 
 @triton.jit
-def load_logits(at, partial_stride, mask, PARTIALS: tl.constexpr):
+def load_logits(at, partial_stride, mask, PARTIALS: tl.constexpr, UNROLL: tl.constexpr):
     """fp32 logits at pointers, masked ones zero; with PARTIALS their sum."""
     if PARTIALS:
-        return sum_in_order(at, partial_stride, mask, PARTIALS)
+        return sum_in_order(at, partial_stride, mask, PARTIALS, UNROLL)
     else:
         return dev.to_fp32(tl.load(at, mask=mask, other=0.0))
 
 
 @triton.jit
-def sum_in_order(at, stride, mask, PARTIALS: tl.constexpr):
+def sum_in_order(at, stride, mask, PARTIALS: tl.constexpr, UNROLL: tl.constexpr):
     """Sum of PARTIALS fp32 numbers that lie `stride` apart, from the first to the last."""
-    if PARTIALS <= UNROLLED:
+    if UNROLL and PARTIALS <= UNROLLED:
         return sum_loaded(load_partials(at, stride, mask, PARTIALS), PARTIALS)
     else:
         total = tl.load(at, mask=mask, other=0.0)
@@ -276,19 +277,20 @@ def sum_loaded(partials, PARTIALS: tl.constexpr):
 
 @triton.jit
 def load_parts(
-    at, partial_stride, live, WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, PARTIALS: tl.constexpr
-):
-    """Logits of rows in parts of WIDTH experts; all loads come before the first addition, which waits for them."""
+    at, partial_stride, live, WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, PARTIALS: tl.constexpr,
+    EAGER: tl.constexpr, ROLL: tl.constexpr,
+):  # fmt: skip
+    """Logits of rows in parts of WIDTH experts; EAGER: all loads precede all additions; ROLL: few stand at once."""
     loaded = ()
     for part in tl.static_range(PARTS):
         expert = part * WIDTH + tl.arange(0, WIDTH)
         mask = live[:, None] & (expert < EXPERTS)[None, :]
-        if PARTIALS > 0 and PARTIALS <= UNROLLED:
+        if EAGER and PARTIALS > 0 and PARTIALS * PARTS * WIDTH <= EAGER_VALUES:
             loaded = loaded + (load_partials(at[:, None] + expert[None, :], partial_stride, mask, PARTIALS),)
         else:
-            loaded = loaded + (load_logits(at[:, None] + expert[None, :], partial_stride, mask, PARTIALS),)
+            loaded = loaded + (load_logits(at[:, None] + expert[None, :], partial_stride, mask, PARTIALS, ROLL == 0),)
     logits = loaded
-    if PARTIALS > 0 and PARTIALS <= UNROLLED:
+    if EAGER and PARTIALS > 0 and PARTIALS * PARTS * WIDTH <= EAGER_VALUES:
         tl.debug_barrier()  # no load may move below an addition: the compiler would wait for each part's loads
         logits = ()
         for part in tl.static_range(PARTS):
@@ -357,7 +359,7 @@ def exact_scores(
     """Scores of candidates [rows, 32], and the order of their choices."""
     known = candidate != NOBODY
     expert = tl.where(known, candidate, 0)
-    logit = load_logits(at[:, None] + expert, partial_stride, live[:, None] & known, PARTIALS)
+    logit = load_logits(at[:, None] + expert, partial_stride, live[:, None] & known, PARTIALS, True)
     score = exact_score(logit, LOG1P)
     if BIAS:
         order = in_order(score + dev.to_fp32(tl.load(bias + expert, mask=known, other=0.0)))
@@ -372,7 +374,7 @@ def exact_orders(
     PARTIALS: tl.constexpr, BIAS: tl.constexpr, LOG1P: tl.constexpr,
 ):  # fmt: skip
     """Order of every expert's choice, in parts of WIDTH. It reads the logits again, which few rows need."""
-    logits = load_parts(at, partial_stride, live, WIDTH, PARTS, EXPERTS, PARTIALS)
+    logits = load_parts(at, partial_stride, live, WIDTH, PARTS, EXPERTS, PARTIALS, False, True)
     orders = ()
     for part in tl.static_range(PARTS):
         expert = part * WIDTH + tl.arange(0, WIDTH)
@@ -584,7 +586,7 @@ def target_cases(variant: dict[str, Any]) -> list[TargetCase]:
             "LOG1P": False,
             **more,
         }
-        repeat, rows = gate_tile(count)
+        repeat, rows = gate_tile(count, numbers["K"])
         numbers |= {"REPEAT": repeat, "ROWS": rows, **shape_of(384, numbers["K"], lane64)}
         case = case_of(gate_kernel, label, variant, 1, _TYPES, **numbers)
         cases.append(replace(case, aligned=_ALIGNED, options={**case.options, "num_stages": 1}))

@@ -18,7 +18,7 @@ from torch import Tensor
 from latentkv.kernels import device as dev
 from latentkv.kernels import gate
 from latentkv.kernels.gate import route_topk
-from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, is_hopper, on_device
+from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, is_hopper, is_rdna, on_device
 from latentkv.kernels.store import case_of
 from latentkv.reference.route import CHUNK
 
@@ -44,7 +44,7 @@ INTERPRETED_TILE = Tile(64, 128, 256, 4, 1)  # the interpreter takes as long for
 
 def router_partials(x: Tensor, w: Tensor) -> Tensor:
     """Launch `logits_kernel` over chunks."""
-    return _partials(x, w, split_tile(x.shape[0], w.dtype, is_even(x), is_hopper(x.device)))
+    return _partials(x, w, split_tile(x.shape[0], w.dtype, is_even(x), device_kind(x.device)))
 
 
 def router_logits(x: Tensor, w: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _logits(x: Tensor, w: Tensor, scale: float | None, tile: Tile | None = None)
     out = torch.empty(count, experts, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or logits_tile(count, experts, w.dtype, is_even(x), is_hopper(x.device))
+    tile = tile or logits_tile(count, experts, w.dtype, is_even(x), device_kind(x.device))
     if tile.walk:
         _launch(x, w, out, tile, scale)
         return out
@@ -125,6 +125,11 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, tile: Tile, scale: float | None) 
         )
 
 
+def device_kind(device: torch.device) -> str:
+    """What tells tiles apart: "hopper", "rdna" or anything else."""
+    return "hopper" if is_hopper(device) else "rdna" if is_rdna(device) else ""
+
+
 def is_even(x: Tensor) -> bool:
     """Whether chunks are all full."""
     return x.shape[1] > 0 and x.shape[1] % CHUNK == 0
@@ -143,31 +148,33 @@ def matrix_options(device: torch.device) -> dict[str, Any]:
     return {"matrix_instr_nonkdim": 16} if device.type == "cuda" and torch.version.hip is not None else {}
 
 
-def logits_tile(count: int, experts: int, dtype: torch.dtype, even: bool, hopper: bool) -> Tile:
+def logits_tile(count: int, experts: int, dtype: torch.dtype, even: bool, kind: str) -> Tile:
     """The tile of reduced logits: chunks are spread over programs as long as tiles alone do not fill the device."""
     if count <= (1024 if dtype == torch.bfloat16 else 512):
-        return split_tile(count, dtype, even, hopper)
+        return split_tile(count, dtype, even, kind)
     if dev.INTERPRETED:
         return replace(INTERPRETED_TILE, walk=True)
-    if dtype == torch.float32 or not even or not hopper:
-        return replace(split_tile(count, dtype, even, hopper), walk=True)
+    if dtype == torch.float32 or not even or kind != "hopper":
+        return replace(split_tile(count, dtype, even, kind), walk=True)
     if count * experts <= 2048 * 384:
         return Tile(64, 64, 64, 4, 4, walk=True)
     return Tile(128, 128, 64, 8, 3, walk=True)
 
 
-def split_tile(count: int, dtype: torch.dtype, even: bool, hopper: bool) -> Tile:
+def split_tile(count: int, dtype: torch.dtype, even: bool, kind: str) -> Tile:
     """The tile of partials: narrow while the weight is what is read, wider when rows are.
 
     A width that is no multiple of 512 takes masks, and an fp32 weight three operands: small tiles hold them.
     """
     if dev.INTERPRETED:
         return INTERPRETED_TILE
+    if kind == "rdna":
+        return Tile(64, 32, 32, 4, 2)
     if dtype == torch.float32 or not even:
-        return Tile(64, 32, 32, 4, 4) if hopper else Tile(64, 32, 32, 8, 2)
+        return Tile(64, 32, 32, 4, 4) if kind == "hopper" else Tile(64, 32, 32, 8, 2)
     if count <= 64:
-        return Tile(64, 32, 64, 4, 8 if hopper else 3)
-    return Tile(64, 64, 64, 4, 5) if hopper else Tile(64, 64, 64, 8, 3)
+        return Tile(64, 32, 64, 4, 8 if kind == "hopper" else 3)
+    return Tile(64, 64, 64, 4, 5) if kind == "hopper" else Tile(64, 64, 64, 8, 3)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -325,7 +332,7 @@ def sum_partials_kernel(
     """Add BLOCK logits' partials, `size` apart, in order."""
     dev.begin(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = gate.sum_in_order(partials + at, size, at < size, PARTIALS)
+    total = gate.sum_in_order(partials + at, size, at < size, PARTIALS, True)
     tl.store(out + at, finished(total, scale, HEAD), mask=at < size)
 
 
@@ -338,14 +345,15 @@ _ALIGNED = ("w_stride", "experts", "width")
 def _cases() -> list[TargetCase]:
     cases = []
     for variant in DEVICE_VARIANTS:
-        hopper, amd = "sm90" in variant["targets"], variant["targets"][0].startswith("gfx")
+        amd = variant["targets"][0].startswith("gfx")
+        kind = {"sm90": "hopper", "gfx1201": "rdna"}.get(variant["targets"][0], "")
         for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
             tiles: dict[tuple[Tile, bool], str] = {}
             for even, ragged in ((True, ""), (False, ", ragged")):
-                tiles.setdefault((split_tile(64, dtype, even, hopper), even), f"partials {name}{ragged}")
-                tiles.setdefault((split_tile(512, dtype, even, hopper), even), f"partials many {name}{ragged}")
-                tiles.setdefault((logits_tile(1536, 384, dtype, even, hopper), even), f"logits {name}{ragged}")
-                tiles.setdefault((logits_tile(8192, 384, dtype, even, hopper), even), f"logits many {name}{ragged}")
+                tiles.setdefault((split_tile(64, dtype, even, kind), even), f"partials {name}{ragged}")
+                tiles.setdefault((split_tile(512, dtype, even, kind), even), f"partials many {name}{ragged}")
+                tiles.setdefault((logits_tile(1536, 384, dtype, even, kind), even), f"logits {name}{ragged}")
+                tiles.setdefault((logits_tile(8192, 384, dtype, even, kind), even), f"logits many {name}{ragged}")
             for (tile, even), label in tiles.items():
                 head = tile.walk and not even
                 numbers = {"WALK": tile.walk, "EVEN": even, "HEAD": head, "ROWS": tile.rows, "COLUMNS": tile.columns,
