@@ -49,7 +49,6 @@ BLOCKS, BLOCK_SIZE = 256, 8
 TWO_LEVELS = ((64, 65536, 512), (1, 131072, 512))
 SCHEDULES = ((64, 65536), (1536, 131072))  # rows, longest
 CHUNK = 256
-SCORED_AT_ONCE = 1 << 24  # keys of all rows whose products PyTorch can hold
 
 
 def cases(sizes: Sequence[int] | None = None) -> list[Case]:
@@ -89,11 +88,11 @@ def _logits_case(rows: int, keys: int, heads: int, layout: lk.IndexKeyLayout, ea
     table = 4 * rows * keys // PAGE if each == 1 else 4 * (rows // each) * (keys // PAGE)
     moved = rows // each * keys * INDEX_ROW_BYTES + 4 * rows * keys + table
     moved += rows * heads * (INDEX_PAYLOAD_BYTES + INDEX_SCALE_BYTES + 2)
-    small = layout is FUSED and rows * keys * heads <= 32 * SCORED_AT_ONCE
     name = f"{layout.value} H{heads} {keys} keys" + (f", {each} rows each" if each > 1 else "")
-    peers = (Peer("scorer", scorer), Peer("eager", eager, graph=False)) if small and rows * keys <= 1 << 22 else ()
+    peers = [Peer("scorer", scorer)] if heads == 32 and layout is FUSED and each == 1 else []
+    peers += [Peer("eager", eager, graph=False)] if peers and rows == 1 else []
     flops = 2 * rows * heads * keys * INDEX_DIM
-    return Case("index_logits", name, rows, "rows", moved, build, flops=flops, peers=peers)
+    return Case("index_logits", name, rows, "rows", moved, build, flops=flops, peers=tuple(peers))
 
 
 def _topk_case(rows: int, width: int, k: int) -> Case:

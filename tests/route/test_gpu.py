@@ -137,7 +137,7 @@ def test_a_million_rows_are_routed_as_by_the_reference(tie_order, softplus, bias
     """Bit by bit, rows of random numbers, of ties, and with NaN, infinities and subnormals."""
     bias = bias_of(384).cuda() if biased else None
     for seed in range(rows // 50_000):
-        logits = logits_of(50_000, 384, seed).cuda()
+        logits = logits_of(50_000, 384, seed, "cuda")
         weights, ids = lk.route_topk(logits, bias, k=6, tie_order=tie_order, softplus=softplus)
         want = reference.route_topk(logits, bias, None, 6, True, 1.0, 0, tie_order, softplus)
         assert torch.equal(ids, want[1])

@@ -15,15 +15,17 @@ INF, NAN = float("inf"), float("nan")
 ODD = [NAN, INF, -INF, 1e-42, -1e-42, 0.0, -0.0, 88.0, -104.0, 20.0, 20.000002, 3.4e38, -3.4e38, 1e-30]
 
 
-def logits_of(rows: int, experts: int, seed: int = 0) -> Tensor:
+def logits_of(rows: int, experts: int, seed: int = 0, device: str = "cpu") -> Tensor:
     """Random logits of several magnitudes, every third row coarse so that ties decide, odd values in every fifth."""
-    generator = torch.Generator().manual_seed(seed)
-    scale = 10.0 ** torch.randint(-2, 3, (rows, 1), generator=generator)
-    logits = torch.randn(rows, experts, generator=generator) * scale
+    generator = torch.Generator(device).manual_seed(seed)
+    place = {"generator": generator, "device": device}
+    logits = torch.randn(rows, experts, **place) * 10.0 ** torch.randint(-2, 3, (rows, 1), **place)
     logits[::3] = (logits[::3] * 4).round() / 4
-    where = torch.rand(rows, experts, generator=generator) < 0.05
-    where[torch.arange(rows) % 5 != 0] = False
-    return torch.where(where, torch.tensor(ODD)[torch.randint(0, len(ODD), where.shape, generator=generator)], logits)
+    where = torch.rand(rows, experts, **place) < 0.05
+    where[torch.arange(rows, device=device) % 5 != 0] = False
+    return torch.where(
+        where, torch.tensor(ODD, device=device)[torch.randint(0, len(ODD), where.shape, **place)], logits
+    )
 
 
 def bias_of(experts: int) -> Tensor:

@@ -37,6 +37,8 @@ _E4M3_OF_A_WORD: tl.constexpr = tl.constexpr("""{
 and.b32 t, $2, 0x07070707;  shl.b32 t, t, 2;  and.b32 s, $2, 0x08080808;  shl.b32 s, s, 4;  or.b32 $0, s, t;
 shr.u32 t, $2, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, $2, 0x80808080;  or.b32 $1, s, t;
 }""")
+# enough programs to fill a device, few enough that a program's query is read for many keys
+BLOCKS_A_PROGRAM, PROGRAMS = 16, 1024
 KEYS_AT_ONCE = 64  # never more than a page: the rows of one matrix instruction of four warps
 
 
@@ -64,8 +66,7 @@ def index_logits(
     batches, columns = page_table.shape
     options = common_options(out.device)
     blocks = triton.cdiv(width, KEYS_AT_ONCE)
-    # enough programs to fill the device, few enough that a program's query is read for many keys
-    run = max(1, min(16, blocks * rows // 1024))
+    run = max(1, min(BLOCKS_A_PROGRAM, blocks * rows // PROGRAMS))
     scales = scale if scale is not None else payload
     of_rows = row_to_batch if row_to_batch is not None else lengths
     with on_device(out):
