@@ -65,6 +65,7 @@ def route_topk(
             source,
             source.stride(-2),
             source.stride(0) if partials is not None else 0,
+            partials.shape[0] if partials is not None else 0,
             summed,
             summed.stride(-2),
             bias if bias is not None else source,
@@ -115,13 +116,14 @@ def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
 
 # Pointers of unknown alignment give every tensor one value a lane and row, so that no layout has to be converted.
 @triton.jit(
-    do_not_specialize=["count", "scale", "num_shared"],
+    do_not_specialize=["steps", "count", "scale", "num_shared"],
     do_not_specialize_on_alignment=["source", "summed", "bias", "weights", "ids"],
 )
 def gate_kernel(
     source,
     source_stride,
     partial_stride,
+    steps,
     summed,
     summed_stride,
     bias,
@@ -152,15 +154,16 @@ def gate_kernel(
     for n in range(REPEAT):
         gate_rows(
             (tl.program_id(0).to(tl.int64) * REPEAT + n) * ROWS + tl.arange(0, ROWS), source, source_stride,
-            partial_stride, summed, summed_stride, bias, weights, ids, count, scale, num_shared, PARTIALS, KEEP, BIAS,
-            K, RENORMALIZE, LOG1P, EXPERTS, LANE64, WIDTH, PARTS, ID_MASK, CANDIDATES, ROWS, CAST,
+            partial_stride, steps, summed, summed_stride, bias, weights, ids, count, scale, num_shared, PARTIALS, KEEP,
+            BIAS, K, RENORMALIZE, LOG1P, EXPERTS, LANE64, WIDTH, PARTS, ID_MASK, CANDIDATES, ROWS, CAST,
         )  # fmt: skip
 
 
 @triton.jit
 def gate_rows(
-    row, source, source_stride, partial_stride, summed, summed_stride, bias, weights, ids, count, scale, num_shared,
-    PARTIALS: tl.constexpr, KEEP: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr,
+    row, source, source_stride, partial_stride, steps, summed, summed_stride, bias, weights, ids, count, scale,
+    num_shared, PARTIALS: tl.constexpr, KEEP: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     LOG1P: tl.constexpr, EXPERTS: tl.constexpr, LANE64: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     ID_MASK: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +171,7 @@ def gate_rows(
     live = row < count
     at = source + row * source_stride
     inside = tl.arange(0, WIDTH)
-    logits = load_parts(at, partial_stride, live, WIDTH, PARTS, EXPERTS, PARTIALS, CAST == dev.E4M3_CAST, False)
+    logits = load_parts(at, partial_stride, live, steps, WIDTH, PARTS, EXPERTS, PARTIALS, CAST == dev.E4M3_CAST)
     if KEEP:
         for part in tl.static_range(PARTS):
             expert = part * WIDTH + inside
@@ -203,10 +206,10 @@ def gate_rows(
         doubtful = doubtful | tied
     if tl.max((doubtful & live).to(tl.int32), axis=0) != 0:
         if LANE64:
-            orders = exact_orders(at, partial_stride, bias, live, 64, 6, EXPERTS, PARTIALS, BIAS, LOG1P)
+            orders = exact_orders(at, partial_stride, bias, live, steps, 64, 6, EXPERTS, PARTIALS, BIAS, LOG1P)
             candidate = picks_of_lanes(orders, tl.arange(0, 64), K, ROWS)
         else:
-            orders = exact_orders(at, partial_stride, bias, live, WIDTH, PARTS, EXPERTS, PARTIALS, BIAS, LOG1P)
+            orders = exact_orders(at, partial_stride, bias, live, steps, WIDTH, PARTS, EXPERTS, PARTIALS, BIAS, LOG1P)
             candidate = picks_of_all(orders, inside, K, ROWS, WIDTH, PARTS)
         score, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
         rank = tl.where(candidate == NOBODY, NOBODY, lane)
@@ -236,22 +239,25 @@ def gate_rows(
 
 
 @triton.jit
-def load_logits(at, partial_stride, mask, PARTIALS: tl.constexpr, UNROLL: tl.constexpr):
+def load_logits(at, partial_stride, mask, steps, PARTIALS: tl.constexpr, UNROLL: tl.constexpr):
     """fp32 logits at pointers, masked ones zero; with PARTIALS their sum."""
     if PARTIALS:
-        return sum_in_order(at, partial_stride, mask, PARTIALS, UNROLL)
+        return sum_in_order(at, partial_stride, mask, steps, PARTIALS, UNROLL)
     else:
         return dev.to_fp32(tl.load(at, mask=mask, other=0.0))
 
 
 @triton.jit
-def sum_in_order(at, stride, mask, PARTIALS: tl.constexpr, UNROLL: tl.constexpr):
-    """Sum of PARTIALS fp32 numbers that lie `stride` apart, from the first to the last."""
+def sum_in_order(at, stride, mask, steps, PARTIALS: tl.constexpr, UNROLL: tl.constexpr):
+    """Sum of PARTIALS fp32 numbers that lie `stride` apart, from the first to the last.
+
+    `steps` is PARTIALS too, as a number that the compiler does not know where it should not unroll.
+    """
     if UNROLL and PARTIALS <= UNROLLED:
         return sum_loaded(load_partials(at, stride, mask, PARTIALS), PARTIALS)
     else:
         total = tl.load(at, mask=mask, other=0.0)
-        for _ in range(1, PARTIALS):
+        for _ in range(1, steps):
             at += stride
             total += tl.load(at, mask=mask, other=0.0)
         return total
@@ -277,10 +283,10 @@ def sum_loaded(partials, PARTIALS: tl.constexpr):
 
 @triton.jit
 def load_parts(
-    at, partial_stride, live, WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, PARTIALS: tl.constexpr,
-    EAGER: tl.constexpr, ROLL: tl.constexpr,
+    at, partial_stride, live, steps, WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
+    PARTIALS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
-    """Logits of rows in parts of WIDTH experts; EAGER: all loads precede all additions; ROLL: few stand at once."""
+    """Logits of rows in parts of WIDTH experts; with EAGER all loads precede all additions."""
     loaded = ()
     for part in tl.static_range(PARTS):
         expert = part * WIDTH + tl.arange(0, WIDTH)
@@ -288,7 +294,9 @@ def load_parts(
         if EAGER and PARTIALS > 0 and PARTIALS * PARTS * WIDTH <= EAGER_VALUES:
             loaded = loaded + (load_partials(at[:, None] + expert[None, :], partial_stride, mask, PARTIALS),)
         else:
-            loaded = loaded + (load_logits(at[:, None] + expert[None, :], partial_stride, mask, PARTIALS, ROLL == 0),)
+            loaded = loaded + (
+                load_logits(at[:, None] + expert[None, :], partial_stride, mask, steps, PARTIALS, False),
+            )
     logits = loaded
     if EAGER and PARTIALS > 0 and PARTIALS * PARTS * WIDTH <= EAGER_VALUES:
         tl.debug_barrier()  # no load may move below an addition: the compiler would wait for each part's loads
@@ -359,7 +367,7 @@ def exact_scores(
     """Scores of candidates [rows, 32], and the order of their choices."""
     known = candidate != NOBODY
     expert = tl.where(known, candidate, 0)
-    logit = load_logits(at[:, None] + expert, partial_stride, live[:, None] & known, PARTIALS, True)
+    logit = load_logits(at[:, None] + expert, partial_stride, live[:, None] & known, PARTIALS, PARTIALS, True)
     score = exact_score(logit, LOG1P)
     if BIAS:
         order = in_order(score + dev.to_fp32(tl.load(bias + expert, mask=known, other=0.0)))
@@ -370,11 +378,11 @@ def exact_scores(
 
 @triton.jit
 def exact_orders(
-    at, partial_stride, bias, live, WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
+    at, partial_stride, bias, live, steps, WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
     PARTIALS: tl.constexpr, BIAS: tl.constexpr, LOG1P: tl.constexpr,
 ):  # fmt: skip
     """Order of every expert's choice, in parts of WIDTH. It reads the logits again, which few rows need."""
-    logits = load_parts(at, partial_stride, live, WIDTH, PARTS, EXPERTS, PARTIALS, False, True)
+    logits = load_parts(at, partial_stride, live, steps, WIDTH, PARTS, EXPERTS, PARTIALS, False)
     orders = ()
     for part in tl.static_range(PARTS):
         expert = part * WIDTH + tl.arange(0, WIDTH)

@@ -332,7 +332,7 @@ def sum_partials_kernel(
     """Add BLOCK logits' partials, `size` apart, in order."""
     dev.begin(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = gate.sum_in_order(partials + at, size, at < size, PARTIALS, True)
+    total = gate.sum_in_order(partials + at, size, at < size, PARTIALS, PARTIALS, True)
     tl.store(out + at, finished(total, scale, HEAD), mask=at < size)
 
 
