@@ -14,6 +14,7 @@ from latentkv.kernels.launch import (
     E4M3_CAST,
     TargetCase,
     common_options,
+    is_hopper,
     is_rdna,
     on_device,
     wave_size,
@@ -39,6 +40,7 @@ shr.u32 t, $2, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, $2, 0x80808080;  or.b32
 }""")
 # enough programs to fill a device, few enough that a program's query is read for many keys
 BLOCKS_A_PROGRAM, PROGRAMS = 16, 1024
+MOST_HEADS = 64  # of all rows of a program
 KEYS_AT_ONCE = 64  # never more than a page: the rows of one matrix instruction of four warps
 
 
@@ -58,7 +60,7 @@ def index_logits(
     page_size: int,
     out: Tensor,
 ) -> None:
-    """Launch `index_logits_kernel`: one program a row and a run of keys, the schedule's or an even share."""
+    """Launch `index_logits_kernel`: a program takes a run of keys, and a row or several that share them."""
     rows, heads = weights.shape
     width = out.shape[1]
     if rows == 0 or width == 0:
@@ -66,6 +68,14 @@ def index_logits(
     batches, columns = page_table.shape
     options = common_options(out.device)
     blocks = triton.cdiv(width, KEYS_AT_ONCE)
+    padded, together = triton.next_power_of_2(heads), 1
+    # rows of a batch follow one another; elsewhere the wider tile does not fit 128 lanes' registers
+    shares = out.device.type == "cpu" or is_hopper(out.device) or wave_size(out.device) == 64
+    if row_to_batch is None and shares:
+        while rows // max(1, batches) % (2 * together) == 0 and 2 * together * padded <= MOST_HEADS:
+            together *= 2
+    padded = max(padded, 16 // together)
+    rows //= together
     run = max(1, min(BLOCKS_A_PROGRAM, blocks * rows // PROGRAMS))
     scales = scale if scale is not None else payload
     of_rows = row_to_batch if row_to_batch is not None else lengths
@@ -89,12 +99,13 @@ def index_logits(
             out.stride(0),
             payload.shape[0],
             batches,
-            max(1, rows // max(1, batches)),
+            max(1, weights.shape[0] // max(1, batches)),
             columns * page_size,
             width,
             run,
             HEADS=heads,
-            PADDED=max(16, triton.next_power_of_2(heads)),
+            PADDED=padded,
+            TOGETHER=together,
             LAYOUT=layout,
             PAGE_SHIFT=page_size.bit_length() - 1,
             WORDS=payload.data_ptr() % 4 == 0 and payload.stride(0) % 4 == 0,
@@ -148,6 +159,7 @@ def index_logits_kernel(
     run,
     HEADS: tl.constexpr,
     PADDED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     LAYOUT: tl.constexpr,
     PAGE_SHIFT: tl.constexpr,
     WORDS: tl.constexpr,
@@ -160,37 +172,41 @@ def index_logits_kernel(
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Logits of one row for `run` blocks of BLOCK keys."""
+    """Logits of TOGETHER rows of one batch entry for `run` blocks of BLOCK keys."""
     dev.begin(OVERLAP)
-    row = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + row * lengths_stride).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) * TOGETHER
     if BY_ROW:
         batch = tl.load(row_to_batch + row * batch_stride).to(tl.int64)
     else:
         batch = row // rows_a_batch
+    each = row + tl.arange(0, TOGETHER)
+    length = tl.load(lengths + each * lengths_stride).to(tl.int64)
     length = tl.where((batch >= 0) & (batch < batches), length, 0)
     length = tl.minimum(tl.minimum(length, capacity), width)
+    longest = tl.max(length)
     table = page_table + tl.where((batch >= 0) & (batch < batches), batch, 0) * table_stride
-    logits = out + row * out_stride
+    logits = out + each * out_stride
     first = tl.program_id(0).to(tl.int64) * run * BLOCK
     last = tl.minimum(first + run * BLOCK, width)
-    if first < length:
-        head = tl.arange(0, PADDED)
-        weight = dev.to_fp32(tl.load(weights + row * weights_stride + head, mask=head < HEADS, other=0.0))
-        c0, e0 = _query_group(query, query_scale, row, 0, HEADS, PADDED, FLYDSL)
-        c1, e1 = _query_group(query, query_scale, row, 1, HEADS, PADDED, FLYDSL)
-        c2, e2 = _query_group(query, query_scale, row, 2, HEADS, PADDED, FLYDSL)
-        c3, e3 = _query_group(query, query_scale, row, 3, HEADS, PADDED, FLYDSL)
-        end = tl.minimum(last, length)
-        where = (payload, payload_stride, scale, scale_stride, table, num_pages, logits, first, end)
+    if first < longest:
+        lane = tl.arange(0, TOGETHER * PADDED)
+        head = lane % PADDED
+        at = weights + (row + lane // PADDED) * weights_stride + head
+        weight = dev.to_fp32(tl.load(at, mask=head < HEADS, other=0.0))
+        c0, e0 = _query_group(query, query_scale, row, 0, HEADS, PADDED, TOGETHER, FLYDSL)
+        c1, e1 = _query_group(query, query_scale, row, 1, HEADS, PADDED, TOGETHER, FLYDSL)
+        c2, e2 = _query_group(query, query_scale, row, 2, HEADS, PADDED, TOGETHER, FLYDSL)
+        c3, e3 = _query_group(query, query_scale, row, 3, HEADS, PADDED, TOGETHER, FLYDSL)
+        end = tl.minimum(last, longest)
+        where = (payload, payload_stride, scale, scale_stride, table, num_pages, logits, length, first, end)
         # a head whose four exponents lie close together takes them into its values, exactly: e4m3 holds 2^-8 .. 2^6 of
         # an e2m1 value, and so the products with query scales leave the loop
         top = tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3))
         low = tl.minimum(tl.minimum(e0, e1), tl.minimum(e2, e3))
         anchor = top - 6
         if tl.max(tl.where((top == 255) | (top < 7), 255, top - low)) <= 14:
-            q0, q1 = _query_operand(c0, e0 - anchor, DOT, PADDED), _query_operand(c1, e1 - anchor, DOT, PADDED)
-            q2, q3 = _query_operand(c2, e2 - anchor, DOT, PADDED), _query_operand(c3, e3 - anchor, DOT, PADDED)
+            q0, q1 = _query_operand(c0, e0 - anchor, DOT), _query_operand(c1, e1 - anchor, DOT)
+            q2, q3 = _query_operand(c2, e2 - anchor, DOT), _query_operand(c3, e3 - anchor, DOT)
             weight = weight * dev.ue8m0_decode(anchor)
             _score(
                 q0,
@@ -212,24 +228,25 @@ def index_logits_kernel(
                 AHEAD,
             )
         else:  # rare: few keys at once, so that the registers it takes are not the kernel's
-            FEW: tl.constexpr = 16 if AHEAD else 32
+            FEW: tl.constexpr = 16 if DOT == "e4m3" else 32
             WIDE: tl.constexpr = "bf16" if DOT == "e4m3" else DOT
-            r0, r1 = _query_operand(c0, 0, WIDE, PADDED), _query_operand(c1, 0, WIDE, PADDED)
-            r2, r3 = _query_operand(c2, 0, WIDE, PADDED), _query_operand(c3, 0, WIDE, PADDED)
+            r0, r1 = _query_operand(c0, 0, WIDE), _query_operand(c1, 0, WIDE)
+            r2, r3 = _query_operand(c2, 0, WIDE), _query_operand(c3, 0, WIDE)
             s0, s1 = dev.ue8m0_decode(e0), dev.ue8m0_decode(e1)
             s2, s3 = dev.ue8m0_decode(e2), dev.ue8m0_decode(e3)
             _score(r0, r1, r2, r3, s0, s1, s2, s3, weight, *where, False, LAYOUT, PAGE_SHIFT, WORDS, WIDE, FEW, False)
     if FILL:
-        begin = tl.maximum(first, length)
+        begin = tl.maximum(first, tl.min(length))
         for block in range(tl.cdiv(last - begin, BLOCK)):
             key = begin + block * BLOCK + tl.arange(0, BLOCK)
-            tl.store(logits + key, float("-inf"), mask=key < last)
+            empty = (key < last)[:, None] & (key[:, None] >= length[None, :])
+            tl.store(logits[None, :] + key[:, None], float("-inf"), mask=empty)
 
 
 @triton.jit
 def _score(
     q0, q1, q2, q3, s0, s1, s2, s3, weight, payload, payload_stride, scale, scale_stride, table, num_pages, logits,
-    first, end, FOLDED: tl.constexpr, LAYOUT: tl.constexpr, PAGE_SHIFT: tl.constexpr, WORDS: tl.constexpr,
+    length, first, end, FOLDED: tl.constexpr, LAYOUT: tl.constexpr, PAGE_SHIFT: tl.constexpr, WORDS: tl.constexpr,
     DOT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write the logits of keys first ..< end, a block in a page at a time; FOLDED queries carry their own scales."""
@@ -254,7 +271,9 @@ def _score(
         total = tl.fma(_group_dot(k3, q3, DOT, BLOCK), _factor(e, s3, 3, FOLDED, DOT), total)
         term = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
         key = start + tl.arange(0, BLOCK)
-        tl.store(logits + key, _fold(term, BLOCK, weight.shape[0]), mask=key < end)
+        seen = key[:, None] < tl.minimum(length, end)[None, :]
+        rows: tl.constexpr = length.shape[0]
+        tl.store(logits[None, :] + key[:, None], _fold(term, BLOCK, rows, weight.shape[0] // rows), mask=seen)
         if AHEAD:
             k0, k1, k2, k3, e = n0, n1, n2, n3, f
         else:
@@ -283,36 +302,40 @@ def _factor(exponents, query_scale, GROUP: tl.constexpr, FOLDED: tl.constexpr, D
 
 
 @triton.jit
-def _fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Row sums by adding the upper half to the lower until one value is left; +0 keeps a -0 from the result."""
-    if WIDTH == 1:
-        return tl.reshape(x, [ROWS]) + 0.0
+def _fold(x, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """Each row's sums over its heads by adding the upper half to the lower until one is left; +0 keeps a -0 away."""
+    if HEADS == 1:
+        return tl.reshape(x, [KEYS, ROWS]) + 0.0
     else:
-        return _fold(tl.sum(tl.reshape(x, [ROWS, 2, WIDTH // 2]), axis=1), ROWS, WIDTH // 2)
+        halves = tl.sum(tl.reshape(x, [KEYS, ROWS, 2, HEADS // 2]), axis=2)
+        return _fold(tl.reshape(halves, [KEYS, ROWS * HEADS // 2]), KEYS, ROWS, HEADS // 2)
 
 
 @triton.jit
 def _query_group(
-    query, query_scale, row, GROUP: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, FLYDSL: tl.constexpr
-):
-    """e2m1 codes [PADDED, 32], low nibbles first, and exponents [PADDED] of one group; absent heads are zero."""
-    head = tl.arange(0, PADDED)
-    at = query + (row * HEADS + head[:, None]) * 64 + GROUP * 16 + tl.arange(0, 16)[None, :]
+    query, query_scale, row, GROUP: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, TOGETHER: tl.constexpr,
+    FLYDSL: tl.constexpr,
+):  # fmt: skip
+    """e2m1 codes [all heads, 32], low nibbles first, and exponents of one group; absent heads are zero."""
+    lane = tl.arange(0, TOGETHER * PADDED)
+    row += lane // PADDED
+    head = lane % PADDED
+    at = query + (row * HEADS + head)[:, None] * 64 + GROUP * 16 + tl.arange(0, 16)[None, :]
     packed = tl.load(at, mask=head[:, None] < HEADS, other=0).to(tl.int32)
     if FLYDSL:
         at = query_scale + row * 256 + GROUP * 64 + (head % 16) * 4 + head // 16
     else:
         at = query_scale + (row * HEADS + head) * 4 + GROUP
     exponent = tl.load(at, mask=head < HEADS, other=127).to(tl.int32)
-    return tl.reshape(tl.permute(tl.join(packed & 0xF, packed >> 4), [0, 2, 1]), [PADDED, 32]), exponent
+    codes = tl.permute(tl.join(packed & 0xF, packed >> 4), [0, 2, 1])
+    return tl.reshape(codes, [TOGETHER * PADDED, 32]), exponent
 
 
 @triton.jit
-def _query_operand(codes, shift, DOT: tl.constexpr, PADDED: tl.constexpr):
-    """Matrix operand [32, PADDED] of e2m1 codes [PADDED, 32] times 2^shift, `shift` -8 .. 6 a head."""
-    values = dev.e2m1_decode(codes) * tl.reshape(
-        dev.power_of_two(tl.full([PADDED], 127, tl.int32) + shift), [PADDED, 1]
-    )
+def _query_operand(codes, shift, DOT: tl.constexpr):
+    """Matrix operand [32, all heads] of e2m1 codes times 2^shift, `shift` -8 .. 6 a head."""
+    factor = dev.power_of_two(tl.full([codes.shape[0]], 127, tl.int32) + shift)
+    values = dev.e2m1_decode(codes) * factor[:, None]
     if DOT == "e4m3":
         return tl.trans(values.to(tl.float8e4nv))
     elif DOT == "bf16":
@@ -405,6 +428,9 @@ def _key_operand(words, DOT: tl.constexpr, ROWS: tl.constexpr):
 # --- what is compiled offline -----------------------------------------------------------------------------------------
 
 
+_SHARING = (("sm90",), ("gfx950", "gfx942"))  # targets whose programs take several rows
+
+
 def _cases() -> list[TargetCase]:
     names = index_logits_kernel.arg_names
     pointers = {"query": "*u8", "query_scale": "*u8", "weights": "*bf16", "payload": "*u8", "scale": "*u8",
@@ -412,10 +438,18 @@ def _cases() -> list[TargetCase]:
     aligned = ("query", "query_scale", "weights", "weights_stride", "payload", "payload_stride", "scale",
                "scale_stride", "page_table", "table_stride", "lengths", "out", "out_stride")  # fmt: skip
     cases = []
-    for layout, heads, flydsl in (("fused", 32, False), ("split64", 64, True), ("split8", 16, False)):
+    for layout, heads, together, flydsl in (
+        ("fused", 32, 1, False),
+        ("fused", 32, 2, False),
+        ("split64", 64, 1, True),
+        ("split8", 16, 1, False),
+    ):
         for variant in DEVICE_VARIANTS:
+            if together > 1 and variant["targets"] not in _SHARING:
+                continue
             constexprs = {
-                "HEADS": heads, "PADDED": heads, "LAYOUT": layout, "PAGE_SHIFT": 6, "WORDS": True, "FLYDSL": flydsl,
+                "HEADS": heads, "PADDED": heads, "TOGETHER": together, "LAYOUT": layout, "PAGE_SHIFT": 6, "WORDS": True,
+                "FLYDSL": flydsl,
                 "BY_ROW": False, "FILL": True, "BLOCK": KEYS_AT_ONCE,
                 "DOT": "e4m3" if variant["targets"] == ("sm90",) else "bf16",
                 "AHEAD": variant["targets"] != ("gfx1201",),
@@ -423,7 +457,7 @@ def _cases() -> list[TargetCase]:
             }  # fmt: skip
             signature = {name: pointers.get(name, "i32") for name in names if name not in constexprs}
             options = {"enable_fp_fusion": False, "num_stages": 1}
-            label, targets = f"logits {layout} H{heads}", variant["targets"]
+            label = f"logits {layout} H{heads}" + (f" x {together} rows" if together > 1 else "")
             cases.append(
                 TargetCase(
                     index_logits_kernel,
@@ -433,7 +467,7 @@ def _cases() -> list[TargetCase]:
                     _warps(heads, variant.get("wave", 32)),
                     aligned,
                     options,
-                    targets=targets,
+                    targets=variant["targets"],
                 )
             )
     return cases
