@@ -83,7 +83,8 @@ def route_topk(
 def gate_scores(logits: Tensor, softplus: str) -> Tensor:
     """sqrt(softplus(logits)), each operation rounded once to fp32; +Inf counts as the largest number, NaN stays.
 
-    fp64 gives functions (the root too) that are correctly rounded, so scores, and with them ties, are the same on every device.
+    fp64 gives functions (the root too) that are correctly rounded, so scores, and with them ties, are the same on every
+    device.
     """
     x = torch.where(logits == torch.inf, FLT_MAX, logits)
     if softplus == "log1p":
