@@ -91,6 +91,16 @@ def test_logits_of_many_rows_and_keys(layout, heads):
         assert_same([on_gpu(s, lengths)], [want])
 
 
+def test_more_rows_than_a_grid_axis_holds():
+    s = scene(torch.device("cuda"), batches=1, pages=1, rows=1, heads=16)
+    rows = 70_000
+    query = tuple(x.expand(rows, *x.shape).flatten(0, 1).contiguous() for x in s.query)
+    lengths = torch.arange(rows, device="cuda") % 65
+    got = lk.index_logits(query, s.weights.expand(rows, -1).contiguous(), s.cache, s.table, lengths)
+    one = lk.index_logits(s.query, s.weights, s.cache, s.table, torch.tensor([64], device="cuda"))
+    assert torch.equal(got, torch.where(torch.arange(64, device="cuda") < lengths[:, None], one, -torch.inf))
+
+
 def on_gpu(s, lengths: Tensor, cache: lk.IndexKeyCache | None = None, table: Tensor | None = None) -> Tensor:
     query = tuple(x.cuda() for x in s.query)
     return lk.index_logits(

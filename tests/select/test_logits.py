@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -352,6 +353,20 @@ def test_more_keys_than_a_chunk_of_any_path(backend):
     lengths = [5120, 4097]
     got = lk.index_logits(s.query, s.weights, s.cache, s.table, lengths_on(backend.device, lengths))
     assert same_bits(got, expected(s, lengths, 5120, [0, 0]))
+
+
+@pytest.mark.parametrize(("batches", "rows", "named"), [(3, 6, False), (2, 10, False), (1, 7, False), (3, 7, True)])
+def test_rows_of_several_launches(backend, monkeypatch, batches, rows, named):
+    """More rows than a grid's axis holds, in small: whole sequences a launch, parts of one, rows that name theirs."""
+    monkeypatch.setattr(importlib.import_module("latentkv.kernels.select"), "ROWS_A_LAUNCH", 4)
+    for query_layout in ("packed", "flydsl"):
+        s = scene(backend.device, batches=batches, rows=rows, query_layout=query_layout)
+        lengths = [(37 * t) % 129 for t in range(rows)]
+        batch_of = [t % batches if named else t // (rows // batches) for t in range(rows)]
+        names = torch.tensor(batch_of, device=backend.device) if named else None
+        lengths_here = lengths_on(backend.device, lengths)
+        got = lk.index_logits(s.query, s.weights, s.cache, s.table, lengths_here, row_to_batch=names)
+        assert same_bits(got, expected(s, lengths, 128, batch_of))
 
 
 def test_no_rows_and_no_columns(backend):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +43,7 @@ shr.u32 t, $2, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, $2, 0x80808080;  or.b32
 # enough programs to fill a device, few enough that a program's query is read for many keys
 BLOCKS_A_PROGRAM, PROGRAMS = 16, 1024
 MOST_HEADS = 64  # of all rows of a program
+ROWS_A_LAUNCH = 32768  # CUDA's second grid axis ends at 65535
 KEYS_AT_ONCE = 64  # never more than a page: the rows of one matrix instruction of four warps
 
 
@@ -66,6 +69,18 @@ def index_logits(
     if rows == 0 or width == 0:
         return
     batches, columns = page_table.shape
+    if rows > ROWS_A_LAUNCH:
+        each = rows // max(1, batches) if row_to_batch is None else 1
+        for first, last in _parts(rows, each):
+            of_part = slice(first // each, triton.cdiv(last, each)) if row_to_batch is None else slice(None)
+            index_logits(
+                query[first * query.shape[0] // rows : last * query.shape[0] // rows],
+                query_scale[first * query_scale.shape[0] // rows : last * query_scale.shape[0] // rows],
+                weights[first:last], payload, scale, page_table[of_part], lengths[first:last],
+                None if row_to_batch is None else row_to_batch[first:last], schedule, fill, query_layout, layout,
+                page_size, out[first:last],
+            )  # fmt: skip
+        return
     options = common_options(out.device)
     blocks = triton.cdiv(width, KEYS_AT_ONCE)
     padded, together = triton.next_power_of_2(heads), 1
@@ -119,6 +134,17 @@ def index_logits(
             num_stages=1,  # the copies of a pipeline cost more than what occupancy hides anyway
             **options,
         )
+
+
+def _parts(rows: int, each: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows for a launch each: of whole sequences of `each` rows, or of a part of one."""
+    if each <= ROWS_A_LAUNCH:
+        step = ROWS_A_LAUNCH // each * each
+        yield from ((first, min(first + step, rows)) for first in range(0, rows, step))
+        return
+    for begin in range(0, rows, each):
+        for first in range(begin, begin + each, ROWS_A_LAUNCH):
+            yield first, min(first + ROWS_A_LAUNCH, begin + each)
 
 
 def _warps(heads: int, wave: int) -> int:
