@@ -82,6 +82,40 @@ def test_gates_over_partials_equal_the_gate_over_their_sum(backend, parts):
     assert torch.equal(given[1].cpu(), logits)
 
 
+def test_partials_one_value_apart_are_summed(backend):
+    """A stride of 1, which Triton makes a constant."""
+    partials = torch.tensor([[[1.0]], [[2.0]], [[-0.5]]], device=backend.device)
+    assert partials.stride(0) == 1
+    want = reference.route_topk(None, None, partials.cpu(), 1, False, 1.0, 0, "index", "log2")
+    assert equal(lk.route_topk(None, k=1, partials=partials, renormalize=False), want)
+
+
+def test_the_exponential_is_rounded_as_the_references_where_its_argument_is_long(backend):
+    """2^(x log2 e) of a product rounded to fp64 would be off by one unit in the last place here."""
+    logits = torch.tensor([[float.fromhex("-0x1.65cf3p+6")]])
+    want = reference.route_topk(logits, None, None, 1, False, 1.0, 0, "index", "log1p")
+    assert equal(lk.route_topk(logits.to(backend.device), k=1, renormalize=False, softplus="log1p"), want)
+
+
+@pytest.mark.parametrize("tie_order", ["index", "lane64"])
+@pytest.mark.parametrize("softplus", ["log2", "log1p"])
+def test_bounds_alone_settle_rows_without_close_choices(backend, monkeypatch, tie_order, softplus):
+    """Where every expert is scored exactly, a candidate that the bounds missed would not be noticed."""
+    logits = torch.rand(40, 384, generator=torch.Generator().manual_seed(0)) - 30.0
+    for row in logits:  # ten far apart, from the largest scores to those near the bound's slack
+        row[torch.randperm(384, generator=torch.Generator().manual_seed(int(row[0] * 1e4) & 0xFFFF))[:10]] = (
+            torch.tensor([1e30, 3e4, 100.0, 21.0, 19.0, 3.0, 0.0, -1.0, -3.0, -5.0])
+        )
+    bias = torch.linspace(-1e-4, 1e-4, 384)
+    if backend.name == "interpreter":  # elsewhere a kernel's functions are compiled in
+        from latentkv.kernels import gate
+
+        monkeypatch.setattr(gate, "exact_orders", None)
+    want = reference.route_topk(logits, bias, None, 8, True, 1.0, 0, tie_order, softplus)
+    given = logits.to(backend.device), bias.to(backend.device)
+    assert equal(lk.route_topk(*given, k=8, tie_order=tie_order, softplus=softplus), want)
+
+
 def test_many_shared_experts_fill_their_columns(backend):
     weights, ids = lk.route_topk(torch.zeros(3, 8, device=backend.device), k=2, num_shared=70)
     assert ids[:, 2:].tolist() == [list(range(8, 78))] * 3
@@ -127,3 +161,13 @@ def test_no_columns_and_no_experts_give_zeros_and_nothing(backend):
     assert torch.equal(lk.router_logits(x, w).cpu(), torch.zeros(3, 5))
     assert lk.router_partials(x, w).shape == (1, 3, 5)
     assert lk.router_logits(torch.zeros(3, 64, device=backend.device).bfloat16(), w.new_zeros(0, 64)).shape == (3, 0)
+
+
+def test_only_full_chunks_are_fetched_ahead(monkeypatch):
+    """An empty weight has no address."""
+    from latentkv.kernels import route
+
+    monkeypatch.setattr(route, "common_options", lambda device: {"OVERLAP": True})
+    for width, fetched in ((0, False), (512, True), (520, False), (1024, True)):
+        x, w = torch.zeros(1, width).bfloat16(), torch.zeros(4, width).bfloat16()
+        assert route.bulk_prefetch(x, w) == fetched

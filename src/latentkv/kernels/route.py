@@ -76,7 +76,7 @@ def _logits(x: Tensor, w: Tensor, scale: float | None, tile: Tile | None = None)
             partials,
             out,
             out.numel(),
-            scale or 0.0,
+            0.0 if scale is None else scale,
             PARTIALS=partials.shape[0],
             HEAD=scale is not None,
             BLOCK=SUMMED,
@@ -110,7 +110,7 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, tile: Tile, scale: float | None) 
             experts,
             width,
             chunks,
-            scale or 0.0,
+            0.0 if scale is None else scale,
             WALK=tile.walk,
             EVEN=is_even(x),
             HEAD=scale is not None,
@@ -140,7 +140,7 @@ def bulk_prefetch(x: Tensor, w: Tensor) -> bool:
     if not common_options(x.device)["OVERLAP"]:
         return False
     step = 16 // w.element_size()
-    return w.data_ptr() % 16 == 0 and w.stride(0) % step == 0 and w.shape[1] % CHUNK == 0
+    return w.data_ptr() % 16 == 0 and w.stride(0) % step == 0 and is_even(w)
 
 
 def matrix_options(device: torch.device) -> dict[str, Any]:
