@@ -73,6 +73,15 @@ def test_head_weights_round_the_sum_and_then_the_product(backend):
     assert torch.equal(lk.head_weights(x, w, 128**-0.5 * 32**-0.5), want)
 
 
+def test_a_scale_is_rounded_on_the_cpu_whatever_the_default_device():
+    """On a GPU it would wait for the device, which a captured region must not."""
+    x, w = inputs(2, 512, 8)
+    want, gated = lk.head_weights(x, w, 0.1), lk.route_topk(torch.zeros(1, 8), k=2, scale=0.1)
+    with torch.device("meta"):
+        assert torch.equal(lk.head_weights(x, w, 0.1), want)
+        assert torch.equal(lk.route_topk(torch.zeros(1, 8, device="cpu"), k=2, scale=0.1)[0], gated[0])
+
+
 def test_strided_rows_and_no_rows(backend):
     x, w = (t.to(backend.device) for t in inputs(6, 1024, 16))
     assert torch.equal(

@@ -158,7 +158,8 @@ def _operands(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    # on the CPU whatever the default device is: nothing waits for a GPU
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
 def _fake_matrix(x: Tensor, w: Tensor) -> Tensor:
