@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import latentkv as lk
+from latentkv.kernels import gate
+from latentkv.kernels.launch import common_options
 from latentkv.reference import route as reference
 
 INF, NAN = float("inf"), float("nan")
@@ -97,6 +101,34 @@ def test_the_exponential_is_rounded_as_the_references_where_its_argument_is_long
     assert equal(lk.route_topk(logits.to(backend.device), k=1, renormalize=False, softplus="log1p"), want)
 
 
+@triton.jit
+def scores_kernel(logits, bounds, scores, LOG1P: tl.constexpr, CAST: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(logits + at)
+    tl.store(bounds + at, gate.score_bound(x, CAST))
+    tl.store(scores + at, gate.exact_score(x, LOG1P))
+
+
+@pytest.mark.parametrize("softplus", ["log2", "log1p"])
+def test_scores_are_the_references_and_not_above_their_bounds(backend, softplus):
+    """Numbers of every sign, exponent and upper half, and many between -104 and 32, where functions matter."""
+    if not backend.is_kernel:
+        pytest.skip("the reference has no bounds")
+    generator = torch.Generator().manual_seed(4)
+    bits = (torch.arange(-(2**15), 2**15) << 16) | torch.randint(0, 2**16, (2**16,), generator=generator)
+    near = torch.rand(2**16, generator=generator) * 136 - 104
+    logits = torch.cat((bits.to(torch.int32).view(torch.float32), near)).to(backend.device)
+    bounds, scores = torch.empty_like(logits), torch.empty_like(logits)
+    options = {k: v for k, v in common_options(backend.device).items() if k in ("CAST", "enable_fp_fusion")}
+    size = 2**17 if backend.name == "interpreter" else 256
+    scores_kernel[(2**17 // size,)](logits, bounds, scores, LOG1P=softplus == "log1p", SIZE=size, **options)
+    want = reference.gate_scores(logits.cpu(), softplus)
+    number = ~want.isnan()
+    assert torch.equal(scores.cpu()[number], want[number])
+    assert (scores.cpu().isnan() & bounds.cpu().isnan())[~number].all()
+    assert (bounds >= scores).cpu()[number].all()
+
+
 @pytest.mark.parametrize("tie_order", ["index", "lane64"])
 @pytest.mark.parametrize("softplus", ["log2", "log1p"])
 def test_bounds_alone_settle_rows_without_close_choices(backend, monkeypatch, tie_order, softplus):
@@ -108,8 +140,6 @@ def test_bounds_alone_settle_rows_without_close_choices(backend, monkeypatch, ti
         )
     bias = torch.linspace(-1e-4, 1e-4, 384)
     if backend.name == "interpreter":  # elsewhere a kernel's functions are compiled in
-        from latentkv.kernels import gate
-
         monkeypatch.setattr(gate, "exact_orders", None)
     want = reference.route_topk(logits, bias, None, 8, True, 1.0, 0, tie_order, softplus)
     given = logits.to(backend.device), bias.to(backend.device)

@@ -102,8 +102,8 @@ def route_topk(
     """Pick each token's experts by sqrt(softplus(logit)) + bias and weigh them by the unbiased score.
 
     Args:
-        logits: fp32 or bf16 `[M, N]`. With `partials` it is fp32 and *written*: it receives their in-order sum, or None
-            does not keep it.
+        logits: fp32 or bf16 `[M, N]`. With `partials` it is fp32 and *written*: it receives their in-order sum and must
+            not overlap them; or None does not keep it.
         bias: fp32 or bf16 `[N]` correction of the choice, or None.
         k: picks, 1 to 16 and at most N.
         renormalize: divide the weights by their sum (at least 1e-20) before scaling.
