@@ -423,3 +423,5 @@ def test_checked_mode_names_a_page_outside_the_cache():
         lk.index_logits(s.query, s.weights, s.cache, table, torch.tensor([64, 10]))
         with pytest.raises(ValueError, match=r"page_table: 99 is outside the cache's pages 0\.\.2"):
             lk.index_logits(s.query, s.weights, s.cache, table, torch.tensor([65, 10]))
+        got = lk.index_logits(s.query, s.weights, s.cache, table, torch.tensor([65, 10]), max_len=64)
+    assert same_bits(got, expected(s, [64, 10], 64, [0, 0]))

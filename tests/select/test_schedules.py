@@ -184,6 +184,16 @@ def test_a_reused_buffer_keeps_nothing(backend):
     assert out.tolist() == [PAD] * 40
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("max_len", [2**31 - 1, 2**31, 2**40, 2**62])
+def test_a_max_len_without_bound(backend, max_len):
+    want = literal_schedule([600, 0, 2000], 256, 6, 2048, 1)
+    assert decode(backend, [600, 0, 2000], 6, max_len) == want
+    lengths = torch.tensor([600, 0, 2000], device=backend.device)
+    rows = lk.prefill_schedule(lengths, workers=6, max_len=max_len).tolist()
+    assert [[row, start, count, end] for row, _, start, count, _, end in rows if end] == [u for u in want if u[3]]
+
+
 def test_strided_lengths_and_row_to_batch(backend):
     lengths = torch.tensor([[300, 9], [0, 9], [600, 9]], dtype=torch.int64, device=backend.device)[:, 0]
     batch = torch.tensor([7, 8, 3], device=backend.device)
@@ -268,6 +278,7 @@ def lengths_of(count: int) -> Tensor:
         ),
         (lambda: lk.decode_schedule(lengths_of(3), workers=4, max_len=1, next_n=2), ValueError, "each of 6 rows"),
         (lambda: lk.decode_schedule(lengths_of(3), workers=4, max_len=1, block=0), ValueError, "block: 0"),
+        (lambda: lk.decode_schedule(lengths_of(3), workers=4, max_len=1, block=2**31), ValueError, "block: 2147483648"),
         (lambda: lk.decode_schedule(lengths_of(3).float(), workers=4, max_len=1), TypeError, "lengths: dtype float32"),
         (
             lambda: lk.decode_schedule(lengths_of(1), workers=2, max_len=1, out=torch.zeros(2, 6, dtype=torch.int32)),

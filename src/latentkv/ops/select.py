@@ -13,6 +13,7 @@ from latentkv.reference import select as reference
 from latentkv.reference.index import FLYDSL_SCALE_SHAPE
 
 MAX_TOPK = 2048
+MAX_LENGTH = 2**31 - 1  # of a schedule's fields
 CHUNK_PAGES = 4  # pages of a 256-key chunk; a reader may fetch table entries one chunk ahead
 CPU_WORKERS = 1024
 WORKERS_PER_MULTIPROCESSOR = 8
@@ -98,7 +99,7 @@ def decode_schedule(
         raise ValueError(f"workers: {workers} given, a multiple of next_n = {next_n} needed")
     _check_schedule(workers, lengths.shape[0] * next_n, block)
     out = _schedule_output(out, workers, 4, lengths.device)
-    torch.ops.latentkv.decode_schedule(lengths, max_len, block, next_n, out)
+    torch.ops.latentkv.decode_schedule(lengths, min(max_len, MAX_LENGTH), block, next_n, out)
     return out
 
 
@@ -135,7 +136,7 @@ def prefill_schedule(
         row_to_batch = checks.tensor("row_to_batch", row_to_batch, shape, checks.INTS, lengths.device, inner=False)
     _check_schedule(workers, lengths.shape[0], block)
     out = _schedule_output(out, workers, 6, lengths.device)
-    torch.ops.latentkv.prefill_schedule(lengths, row_to_batch, max_len, block, out)
+    torch.ops.latentkv.prefill_schedule(lengths, row_to_batch, min(max_len, MAX_LENGTH), block, out)
     return out
 
 
@@ -161,8 +162,8 @@ def index_logits(
         page_table: int32 `[B, W]`, last stride 1: pages of each sequence. Entries that no length reaches are never
             looked at; a page outside the cache reads as zero keys.
         lengths: int32 or int64 `[T]`, keys a row sees, clamped to 0 ..= min(max_len, W * page_size).
-        schedule: what `decode_schedule` or `prefill_schedule` returned for these lengths. It shares the work of a GPU
-            and never changes a logit; None lets the kernel choose.
+        schedule: what `decode_schedule` or `prefill_schedule` returned for these lengths. It may share the work of a
+            GPU and never changes a logit; None lets the kernel choose.
         max_len: columns; `W * page_size` if None.
         fill: whether columns past a row's length become -inf; otherwise they are left as they are.
         row_to_batch: int32 or int64 `[T]`, the page-table row of each row; a row outside the table sees no key. None:
@@ -178,9 +179,9 @@ def index_logits(
     Bit contract, for every path: a group's dot product of 32 values is exact (a multiple of 1/4 below 1153 in units of
     its two scales), the four are added as ((g0 + g1) + g2) + g3, then relu, then the product with the weight. The
     heads, padded with zeros to a power of two, are summed by adding the upper half to the lower until one is left, then
-    +0.
-    Each of these is one fp32 rounding, nothing is contracted. It holds while no group's dot leaves fp32's normal range:
-    always for what this library's writers store below 2^60.
+    +0. Each of these is one fp32 rounding, nothing is contracted. It holds while no group's dot leaves fp32's normal
+    range, nor a weight times a scale of its query's head (the largest, over 2^6): always for what this library's
+    writers store below 2^60 and weights that are 0 or of 2^-100 .. 2^60.
 
     Semantics: the FP4 paged index logits of DeepGEMM and aiter, DeepSeek-V4.1.
     """
@@ -194,8 +195,8 @@ def index_logits(
     if schedule is not None:
         fields = 6 if isinstance(schedule, Tensor) and schedule.shape[-1:] == (6,) else 4
         schedule = checks.tensor("schedule", schedule, ("workers", fields), (torch.int32,), device, contiguous=True)
-    _check_pages_in_use(page_table, lengths, row_to_batch, cache)
     out = _logits_output(out, rows, page_table.shape[1] * cache.page_size if max_len is None else max_len, device)
+    _check_pages_in_use(page_table, lengths, out.shape[1], row_to_batch, cache)
     torch.ops.latentkv.index_logits(
         payload, scale, weights, cache.payload, cache.scale, page_table, lengths, row_to_batch, schedule, fill,
         layout.value, cache.layout.value, cache.page_size, out,
@@ -230,8 +231,8 @@ def select_topk(
     Raises:
         ValueError, TypeError: bad shapes, strides or dtypes, k out of range.
 
-    Among equal logits (+0 equals -0) the lower position wins. A row of at most k entries selects all of them without
-    reading one. NaN counts as -inf: in a longer row such entries are taken only after all others, so that the positions
+    Among equal logits (+0 equals -0) the lower position wins. A row of at most k entries selects all of them, whatever
+    they hold. NaN counts as -inf: in a longer row such entries are taken only after all others, so that the positions
     are distinct members of the row, whatever the logits are.
 
     Semantics: DeepSeek-V4.1's index selection; upstream leaves order and ties open, this library does not.
@@ -317,8 +318,8 @@ def select_topk_in_blocks(
 def _check_schedule(workers: int, rows: int, block: int) -> None:
     if workers < rows:
         raise ValueError(f"workers: {workers} given, at least one for each of {rows} rows needed")
-    if block < 1:
-        raise ValueError(f"block: {block} given, at least 1 needed")
+    if not 1 <= block <= MAX_LENGTH:
+        raise ValueError(f"block: {block} given, 1 to {MAX_LENGTH} accepted")
 
 
 def _schedule_output(out: Tensor | None, workers: int, fields: int, device: torch.device) -> Tensor:
@@ -361,14 +362,16 @@ def _check_batches(row_to_batch: Tensor | None, rows: int, page_table: Tensor) -
     return None
 
 
-def _check_pages_in_use(page_table: Tensor, lengths: Tensor, row_to_batch: Tensor | None, cache: IndexKeyCache) -> None:
+def _check_pages_in_use(
+    page_table: Tensor, lengths: Tensor, max_len: int, row_to_batch: Tensor | None, cache: IndexKeyCache
+) -> None:
     """In checked mode, every page that a length reaches must be in the cache."""
     if not checks.is_checked() or page_table.numel() == 0:
         return
     batches, width = page_table.shape
     if row_to_batch is None:
         row_to_batch = torch.arange(batches, device=lengths.device).repeat_interleave(lengths.shape[0] // batches)
-    reached = torch.arange(width, device=lengths.device) * cache.page_size < lengths.unsqueeze(1)
+    reached = torch.arange(width, device=lengths.device) * cache.page_size < lengths.clamp(max=max_len).unsqueeze(1)
     known = (row_to_batch >= 0) & (row_to_batch < batches)
     pages = page_table[row_to_batch[known].long()][reached[known]]
     foreign = pages[(pages < 0) | (pages >= cache.num_pages)]
