@@ -33,15 +33,14 @@ __all__ = [
     "select_topk_in_blocks",
 ]
 
-# e4m3 bytes of the low and of the high nibbles of a word: sign to bit 7, the other bits to 4..2. The word arrives once
-# for each byte
+# e4m3 bytes of the low and of the high nibbles of a word: sign to bit 7, the other bits to 4..2
 _E4M3_OF_A_WORD: tl.constexpr = tl.constexpr("""{
 .reg .b32 s, t;
 and.b32 t, $2, 0x07070707;  shl.b32 t, t, 2;  and.b32 s, $2, 0x08080808;  shl.b32 s, s, 4;  or.b32 $0, s, t;
 shr.u32 t, $2, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, $2, 0x80808080;  or.b32 $1, s, t;
 }""")
 # enough programs to fill a device, few enough that a program's query is read for many keys
-BLOCKS_A_PROGRAM, PROGRAMS = 16, 1024
+BLOCKS_A_PROGRAM, PROGRAMS = 32, 660
 MOST_HEADS = 64  # of all rows of a program
 ROWS_A_LAUNCH = 32768  # CUDA's second grid axis ends at 65535
 KEYS_AT_ONCE = 64  # never more than a page: the rows of one matrix instruction of four warps
@@ -433,16 +432,17 @@ def _group_dot(words, q, DOT: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _key_operand(words, DOT: tl.constexpr, ROWS: tl.constexpr):
     """Matrix operand [ROWS, 32] of e2m1 words [ROWS, 4]: the low nibbles of all bytes first, then the high ones."""
-    words = tl.broadcast_to(words[:, :, None], [ROWS, 4, 4])
+    shift = 8 * tl.arange(0, 4)[None, None, :]
     if DOT == "e4m3":
         # an e2m1 code moved by two bits is the e4m3 code of 2^-6 times its value
         low, high = tl.inline_asm_elementwise(
-            _E4M3_OF_A_WORD, "=&r,=r,r,r,r,r", [words], (tl.uint8, tl.uint8), is_pure=True, pack=4
+            _E4M3_OF_A_WORD, "=&r,=r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1
         )
+        low, high = (low[:, :, None] >> shift).to(tl.uint8), (high[:, :, None] >> shift).to(tl.uint8)
         codes = tl.join(tl.reshape(low, [ROWS, 16]), tl.reshape(high, [ROWS, 16]))
         return tl.reshape(tl.permute(codes, [0, 2, 1]), [ROWS, 32]).to(tl.float8e4nv, bitcast=True)
     else:
-        packed = tl.reshape(words >> (8 * tl.arange(0, 4))[None, None, :], [ROWS, 16])
+        packed = tl.reshape(words[:, :, None] >> shift, [ROWS, 16])
         codes = tl.join(packed & 0xF, (packed >> 4) & 0xF)
         values = dev.e2m1_decode(tl.reshape(tl.permute(codes, [0, 2, 1]), [ROWS, 32]))
         if DOT == "bf16":
