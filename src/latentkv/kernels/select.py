@@ -129,7 +129,7 @@ def index_logits(
             DOT=_operand(out.device, options["CAST"]),
             BLOCK=KEYS_AT_ONCE,
             AHEAD=not is_rdna(out.device),
-            num_warps=_warps(heads, wave_size(out.device)),
+            num_warps=_warps(heads, wave_size(out.device), is_hopper(out.device)),
             num_stages=1,  # the copies of a pipeline cost more than what occupancy hides anyway
             **options,
         )
@@ -146,9 +146,9 @@ def _parts(rows: int, each: int) -> Iterator[tuple[int, int]]:
             yield first, min(first + ROWS_A_LAUNCH, begin + each)
 
 
-def _warps(heads: int, wave: int) -> int:
-    """Warps a program: 64 heads in 128 lanes spill on gfx1201 and sm_100, in 512 lanes on gfx9."""
-    return 4 if heads <= 32 or wave == 64 else 8
+def _warps(heads: int, wave: int, hopper: bool) -> int:
+    """Warps a program: 64 heads spill in 128 lanes on gfx1201 and sm_100, in 512 on gfx9, and cost exchanges on sm_90."""
+    return 4 if heads <= 32 or wave == 64 or hopper else 8
 
 
 def _operand(device: torch.device, cast: int) -> str:
@@ -490,7 +490,7 @@ def _cases() -> list[TargetCase]:
                     label,
                     signature,
                     constexprs,
-                    _warps(heads, variant.get("wave", 32)),
+                    _warps(heads, variant.get("wave", 32), variant["targets"] == ("sm90",)),
                     aligned,
                     options,
                     targets=variant["targets"],
