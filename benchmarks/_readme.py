@@ -1,4 +1,4 @@
-"""Writes the README's table of measurements from `benchmarks/results/*.json`: `python benchmarks/_readme.py`.
+"""Writes the README's table of measurements from `benchmarks/results/*.json`: `python -P benchmarks/_readme.py`.
 
 Of every op it shows the packed FP4 rows where there are such, else the first variant, at the size nearest to 256 and at
 the largest, and every row in which a peer is faster. Nothing in the table is typed by hand.

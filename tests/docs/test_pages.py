@@ -267,7 +267,7 @@ def readme():
 
 def test_measurements_of_the_readme_are_those_of_the_records(readme):
     page = (ROOT / "README.md").read_text()
-    assert page == readme.updated(page), "run `python benchmarks/_readme.py`"
+    assert page == readme.updated(page), "run `python -P benchmarks/_readme.py`"
 
 
 def record(stage: str, rows: list[dict], **more) -> dict:

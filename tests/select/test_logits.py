@@ -116,6 +116,16 @@ def test_logits_equal_the_contract_bit_by_bit(backend, form, query_layout, heads
     assert same_bits(got, expected(s, lengths, 2 * form[1], [0, 0, 1, 1]))
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_queries_whose_groups_are_of_one_size(backend, form, heads):
+    """Kernels take such a query's scales into its values; the scenes above are too wide for that."""
+    s = scene(backend.device, form=form, heads=heads, spread=1, seed=2)
+    lengths = [form[1] * 2, 1, 65, 100]
+    got = lk.index_logits(s.query, s.weights, s.cache, s.table, lengths_on(backend.device, lengths))
+    assert same_bits(got, expected(s, lengths, 2 * form[1], [0, 0, 1, 1]))
+
+
 @pytest.mark.parametrize("heads", [32, 48])
 def test_other_head_counts(backend, heads):
     s = scene(backend.device, heads=heads, rows=3, batches=1, query_layout="flydsl", seed=1)

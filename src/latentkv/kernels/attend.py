@@ -37,7 +37,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 LOG2E = tl.constexpr(1.4426950408889634)
 MERGED_ROWS = 4
 SPILLED_CONSTANTS = 64  # of the Hopper kernel's loops, with Triton 3.9; none with 3.6
-FEWEST_HOPPER_HEADS = 17  # below, a tile of 64 heads is mostly empty
+FEWEST_HOPPER_HEADS = 16  # a tile of 64 heads, three quarters empty, is still the faster one
 
 
 def sparse_mla(

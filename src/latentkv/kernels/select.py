@@ -147,7 +147,7 @@ def _parts(rows: int, each: int) -> Iterator[tuple[int, int]]:
 
 
 def _warps(heads: int, wave: int, hopper: bool) -> int:
-    """Warps a program: 64 heads spill in 128 lanes on gfx1201 and sm_100, in 512 on gfx9, and cost exchanges on sm_90."""
+    """Warps a program: 64 heads spill in 128 lanes on gfx1201 and sm_100, in 512 on gfx9; sm_90 exchanges in 256."""
     return 4 if heads <= 32 or wave == 64 or hopper else 8
 
 
