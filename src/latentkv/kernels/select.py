@@ -41,7 +41,7 @@ shr.u32 t, $2, 2;  and.b32 t, t, 0x1C1C1C1C;  and.b32 s, $2, 0x80808080;  or.b32
 }""")
 # enough programs to fill a device, few enough that a program's query is read for many keys
 BLOCKS_A_PROGRAM, PROGRAMS = 32, 660
-MOST_HEADS = 64  # of all rows of a program
+MOST_HEADS, MOST_ROWS = 64, 4  # a program
 ROWS_A_LAUNCH = 32768  # CUDA's second grid axis ends at 65535
 KEYS_AT_ONCE = 64  # never more than a page: the rows of one matrix instruction of four warps
 
@@ -86,7 +86,8 @@ def index_logits(
     # rows of a batch follow one another; elsewhere the wider tile does not fit 128 lanes' registers
     shares = out.device.type == "cpu" or is_hopper(out.device) or wave_size(out.device) == 64
     if row_to_batch is None and shares:
-        while rows // max(1, batches) % (2 * together) == 0 and 2 * together * padded <= MOST_HEADS:
+        each, most = rows // max(1, batches), min(MOST_ROWS, MOST_HEADS // padded)
+        while each % (2 * together) == 0 and 2 * together <= most:
             together *= 2
     padded = max(padded, 16 // together)
     rows //= together
