@@ -20,6 +20,7 @@ from tests.compress.streams import (
     latents,
     random_tokens,
 )
+from tests.gpu import captured
 from tests.store.cases import angle_table, largest_sweep, summable_rows, value_sweep
 
 pytestmark = pytest.mark.gpu
@@ -142,10 +143,7 @@ def test_a_captured_decode_step_follows_its_inputs_for_fifty_steps(layout):
     def step() -> None:
         lk.compress2(rows, got.state, weight, got.cache, *where, table, eps=EPS, layout=layout, page_size=PAGE, out=out)
 
-    step()  # compile before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for n in range(50):
         new, numbers = exact_tokens(37, n), [x.clone() for x in want.block(1)]
         numbers[0][n % 37], numbers[2][n % 37] = 0, 2**40  # a padded row, its request is nobody's

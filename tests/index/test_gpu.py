@@ -12,6 +12,7 @@ from torch import Tensor
 import latentkv as lk
 from latentkv.ops._library import OPS
 from latentkv.reference import index as reference
+from tests.gpu import called_behind_a_pause, captured
 from tests.index.sweeps import IDENTITY, near_ties, value_sweep
 
 pytestmark = pytest.mark.gpu
@@ -265,14 +266,7 @@ def test_a_captured_graph_follows_its_inputs(layout, form):
     needs_kernels()
     call = Call("cuda", layout, form)
     call.fill(0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()  # compile before the capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
+    graph, results = captured(call)
     for seed in (1, 2, 3):
         call.fill(seed)
         for x in results:
@@ -284,14 +278,7 @@ def test_a_captured_graph_follows_its_inputs(layout, form):
 def test_work_is_queued_on_the_current_stream():
     call = Call("cuda", "split8", "packed")
     call.fill(0)
-    call()
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)  # what runs on another stream would see the old values
-        call.fill(4)
-        results = call()
-    side.synchronize()
+    results = called_behind_a_pause(lambda: call.fill(4), call)
     assert_same(call.state(results), on_the_cpu("split8", "packed", 4))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import latentkv as lk
 from latentkv.reference import route as reference
+from tests.gpu import captured
 from tests.route.test_kernels import bias_of, equal, logits_of
 
 pytestmark = pytest.mark.gpu
@@ -85,10 +86,7 @@ def test_a_captured_step_gives_the_eager_bits():
         gated = lk.route_topk(logits, bias, k=6, partials=lk.router_partials(held, w))
         return lk.router_logits(held, w), lk.head_weights(held, w, 0.1), logits, *gated
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for n in range(20):
         held.copy_(x.roll(n, 0))
         graph.replay()

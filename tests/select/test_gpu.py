@@ -10,6 +10,7 @@ from torch import Tensor
 
 import latentkv as lk
 from latentkv.reference import select as reference
+from tests.gpu import called_behind_a_pause, captured
 from tests.select.test_logits import scene
 
 pytestmark = pytest.mark.gpu
@@ -175,14 +176,7 @@ def on_the_cpu(seed: int) -> tuple[Tensor, ...]:
 def test_a_captured_graph_follows_its_inputs():
     call = Call("cuda")
     call.fill(0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()  # compile before the capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
+    graph, results = captured(call)
     for seed in (1, 2, 3):
         call.fill(seed)
         for x in results:
@@ -194,14 +188,7 @@ def test_a_captured_graph_follows_its_inputs():
 def test_work_is_queued_on_the_current_stream():
     call = Call("cuda")
     call.fill(0)
-    call()
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)  # what runs on another stream would see the old values
-        call.fill(4)
-        results = call()
-    side.synchronize()
+    results = called_behind_a_pause(lambda: call.fill(4), call)
     assert_same(results, on_the_cpu(4))
 
 
