@@ -18,6 +18,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+MINUS_INF_ORDER = tl.constexpr(-2139095041)  # `in_order` of -Inf
 TWO_POW_120 = tl.constexpr(2.0**120)
 TWO_POW_M120 = tl.constexpr(2.0**-120)
 TWO_POW_M14 = tl.constexpr(2.0**-14)
@@ -54,6 +55,18 @@ def float_bits(x):
 def bits_float(bits):
     """fp32 values of int32 bits."""
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def flipped(bits):
+    """Bits of floats as integers of the same order, -0 below +0; it is its own inverse."""
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
+@triton.jit
+def in_order(x):
+    """int32 in the order of fp32 values; a NaN counts as -Inf."""
+    return tl.where(x == x, flipped(float_bits(x)), MINUS_INF_ORDER)
 
 
 @triton.jit

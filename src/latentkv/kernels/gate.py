@@ -25,7 +25,6 @@ from latentkv.kernels.store import case_of
 
 LOWEST = tl.constexpr(-2147483648)  # below the order of -Inf
 NOBODY = tl.constexpr(2147483647)
-MINUS_INF_ORDER = tl.constexpr(-2139095041)
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 LOG2E_32 = tl.constexpr(1.4426950216293335)  # fp32(log2 e)
 LN2_32 = tl.constexpr(0.6931471824645996)  # fp32(ln 2)
@@ -187,7 +186,7 @@ def gate_rows(
         expert = part * WIDTH + inside
         if BIAS:
             bound += load_bias(bias, expert, EXPERTS, ROWS)
-        key = (in_order(bound) & (-1 - ID_MASK)) | (ID_MASK - expert)[None, :]
+        key = (dev.in_order(bound) & (-1 - ID_MASK)) | (ID_MASK - expert)[None, :]
         keys = keys + (tl.where((expert < EXPERTS)[None, :], key, LOWEST),)
     keys = sorted_parts(keys, PARTS)
     lane = tl.arange(0, 32)[None, :]
@@ -319,13 +318,6 @@ def load_bias(bias, expert, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def in_order(x):
-    """Integers in the order of floats; a NaN counts as -Inf."""
-    bits = dev.float_bits(x)
-    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), MINUS_INF_ORDER)
-
-
-@triton.jit
 def sorted_parts(x, PARTS: tl.constexpr):
     """Up to four parts, each place by itself sorted, the largest first."""
     tl.static_assert(PARTS <= 4)
@@ -372,9 +364,9 @@ def exact_scores(
     logit = load_logits(at[:, None] + expert, partial_stride, live[:, None] & known, PARTIALS, PARTIALS, True)
     score = exact_score(logit, LOG1P)
     if BIAS:
-        order = in_order(score + dev.to_fp32(tl.load(bias + expert, mask=known, other=0.0)))
+        order = dev.in_order(score + dev.to_fp32(tl.load(bias + expert, mask=known, other=0.0)))
     else:
-        order = in_order(score)
+        order = dev.in_order(score)
     return score, tl.where(known, order, LOWEST)
 
 
@@ -391,7 +383,7 @@ def exact_orders(
         score = exact_score(logits[part], LOG1P)
         if BIAS:
             score += load_bias(bias, expert, EXPERTS, live.shape[0])
-        orders = orders + (tl.where((expert < EXPERTS)[None, :], in_order(score), LOWEST),)
+        orders = orders + (tl.where((expert < EXPERTS)[None, :], dev.in_order(score), LOWEST),)
     return orders
 
 

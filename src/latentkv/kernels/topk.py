@@ -20,7 +20,6 @@ from latentkv.kernels import device as dev
 from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, on_device, wave_size
 
 NOT_A_KEY = tl.constexpr(-(2**31))  # below every score's key
-LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf, and of NaN
 INFINITE_KEY = tl.constexpr(0x7F800000)
 LONGEST_LIST = tl.constexpr(4096)  # twice the largest k
 VALUE_STEPS = tl.constexpr(3)  # first steps of a search, which divide the range of scores and not that of keys
@@ -416,14 +415,13 @@ def _position(names, entry, mask, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr
 def _key(score):
     """int32 in the order of the scores: -0 is +0, NaN is -inf."""
     bits = dev.float_bits(score)
-    bits = tl.where(bits == NOT_A_KEY, 0, bits)
-    return tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST_KEY)
+    return dev.in_order(dev.bits_float(tl.where(bits == NOT_A_KEY, 0, bits)))
 
 
 @triton.jit
 def _score(key):
     """The score of a key of a finite score."""
-    return dev.bits_float(key ^ ((key >> 31) & 0x7FFFFFFF))
+    return dev.bits_float(dev.flipped(key))
 
 
 @triton.jit
@@ -471,7 +469,7 @@ def _thirds(low, high, step):
     span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
     third = tl.maximum(span // 3, 1).to(tl.int32, bitcast=True)
     lower, upper = low + third, high - third
-    if (step < VALUE_STEPS) & (low > LOWEST_KEY) & (high < INFINITE_KEY):
+    if (step < VALUE_STEPS) & (low > dev.MINUS_INF_ORDER) & (high < INFINITE_KEY):
         a, b = _score(low) * (1.0 / 3.0), _score(high) * (1.0 / 3.0)
         lower, upper = _key(a + a + b), _key(a + b + b)
     lower = tl.minimum(tl.maximum(lower, low + 1), high - 1)
