@@ -85,7 +85,7 @@ def _logits_case(rows: int, keys: int, heads: int, layout: lk.IndexKeyLayout, ea
 
         return call
 
-    table = 4 * rows * keys // PAGE if each == 1 else 4 * (rows // each) * (keys // PAGE)
+    table = 4 * (rows // each) * keys // PAGE
     moved = rows // each * keys * INDEX_ROW_BYTES + 4 * rows * keys + table
     moved += rows * heads * (INDEX_PAYLOAD_BYTES + INDEX_SCALE_BYTES + 2)
     name = f"{layout.value} H{heads} {keys} keys" + (f", {each} rows each" if each > 1 else "")

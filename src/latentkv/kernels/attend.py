@@ -36,7 +36,7 @@ from latentkv.layout import LATENT_DIM, KVLayout
 BF16, F32 = torch.bfloat16, torch.float32
 LOG2E = tl.constexpr(1.4426950408889634)
 MERGED_ROWS = 4
-SPILLED_CONSTANTS = 64  # of the Hopper kernel's loops, with Triton 3.9; none with 3.6
+SPILLED_CONSTANTS = 64  # of the Hopper kernel, most in its loops with Triton 3.9; 3.6 spills at most four, outside them
 FEWEST_HOPPER_HEADS = 16  # a tile of 64 heads, three quarters empty, is still the faster one
 
 

@@ -68,8 +68,9 @@ def index_logits(
     if rows == 0 or width == 0:
         return
     batches, columns = page_table.shape
+    rows_a_batch = max(1, rows // max(1, batches))
     if rows > ROWS_A_LAUNCH:
-        each = rows // max(1, batches) if row_to_batch is None else 1
+        each = rows_a_batch if row_to_batch is None else 1
         for first, last in _parts(rows, each):
             of_part = slice(first // each, triton.cdiv(last, each)) if row_to_batch is None else slice(None)
             index_logits(
@@ -86,8 +87,8 @@ def index_logits(
     # rows of a batch follow one another; elsewhere the wider tile does not fit 128 lanes' registers
     shares = out.device.type == "cpu" or is_hopper(out.device) or wave_size(out.device) == 64
     if row_to_batch is None and shares:
-        each, most = rows // max(1, batches), min(MOST_ROWS, MOST_HEADS // padded)
-        while each % (2 * together) == 0 and 2 * together <= most:
+        most = min(MOST_ROWS, MOST_HEADS // padded)
+        while rows_a_batch % (2 * together) == 0 and 2 * together <= most:
             together *= 2
     padded = max(padded, 16 // together)
     rows //= together
@@ -114,7 +115,7 @@ def index_logits(
             out.stride(0),
             payload.shape[0],
             batches,
-            max(1, weights.shape[0] // max(1, batches)),
+            rows_a_batch,
             columns * page_size,
             width,
             run,
@@ -235,24 +236,9 @@ def index_logits_kernel(
             q2, q3 = _query_operand(c2, e2 - anchor, DOT), _query_operand(c3, e3 - anchor, DOT)
             weight = weight * dev.ue8m0_decode(anchor)
             _score(
-                q0,
-                q1,
-                q2,
-                q3,
-                weight,
-                weight,
-                weight,
-                weight,
-                weight,
-                *where,
-                True,
-                LAYOUT,
-                PAGE_SHIFT,
-                WORDS,
-                DOT,
-                BLOCK,
-                AHEAD,
-            )
+                q0, q1, q2, q3, weight, weight, weight, weight, weight, *where,
+                True, LAYOUT, PAGE_SHIFT, WORDS, DOT, BLOCK, AHEAD,
+            )  # fmt: skip
         else:  # rare: few keys at once, so that the registers it takes are not the kernel's
             FEW: tl.constexpr = 16 if DOT == "e4m3" else 32
             WIDE: tl.constexpr = "bf16" if DOT == "e4m3" else DOT
@@ -277,18 +263,14 @@ def _score(
 ):  # fmt: skip
     """Write the logits of keys first ..< end, a block in a page at a time; FOLDED queries carry their own scales."""
     # with AHEAD a block's codes are on their way while the one before is scored, and its page's id one block earlier
+    keys = (payload, payload_stride, scale, scale_stride, num_pages)
     page = _page_of(table, first, end, PAGE_SHIFT)
-    k0, k1, k2, k3, e = _key_block(
-        payload, payload_stride, scale, scale_stride, num_pages, page, first, end, LAYOUT, PAGE_SHIFT, WORDS, BLOCK
-    )
+    k0, k1, k2, k3, e = _key_block(*keys, page, first, end, LAYOUT, PAGE_SHIFT, WORDS, BLOCK)
     page = _page_of(table, first + BLOCK, end, PAGE_SHIFT)
     for block in range(tl.cdiv(end - first, BLOCK)):
         start = first + block * BLOCK
         if AHEAD:
-            n0, n1, n2, n3, f = _key_block(
-                payload, payload_stride, scale, scale_stride, num_pages, page, start + BLOCK, end,
-                LAYOUT, PAGE_SHIFT, WORDS, BLOCK,
-            )  # fmt: skip
+            n0, n1, n2, n3, f = _key_block(*keys, page, start + BLOCK, end, LAYOUT, PAGE_SHIFT, WORDS, BLOCK)
             page = _page_of(table, start + 2 * BLOCK, end, PAGE_SHIFT)
         # a group's dot is exact, and so is its product with powers of two: only the three additions round
         total = _group_dot(k0, q0, DOT, BLOCK) * _factor(e, s0, 0, FOLDED, DOT)
@@ -303,10 +285,7 @@ def _score(
         if AHEAD:
             k0, k1, k2, k3, e = n0, n1, n2, n3, f
         else:
-            k0, k1, k2, k3, e = _key_block(
-                payload, payload_stride, scale, scale_stride, num_pages, page, start + BLOCK, end,
-                LAYOUT, PAGE_SHIFT, WORDS, BLOCK,
-            )  # fmt: skip
+            k0, k1, k2, k3, e = _key_block(*keys, page, start + BLOCK, end, LAYOUT, PAGE_SHIFT, WORDS, BLOCK)
             page = _page_of(table, start + 2 * BLOCK, end, PAGE_SHIFT)
 
 
