@@ -83,7 +83,6 @@ class PagedModel:
         self._wide = {n: w.to(self._math) for n, w in weights.items() if w.dim() >= 2 and w.dtype == torch.bfloat16}
         self._freqs = {kind: rope_table(config, kind).to(self.device) for kind in (0, 1)}
         self._experts: list[list[Tensor]] = []
-        self._flat_experts: list[tuple[Tensor, Tensor]] = []
         for layer in range(config.layers):
             p = f"layers.{layer}."
             self._wide[p + "attn.wo_a"] = self._wide[p + "attn.wo_a"].transpose(1, 2).contiguous()
@@ -93,10 +92,11 @@ class PagedModel:
                 layers.with_shared(self._wide[f"{p}moe.{n}"], self._wide[f"{p}moe.shared_{n}"])
                 for n in ("gate", "up", "down")
             )
-            self._experts.append([gate, up, down])
-            if self.fused:
+            if self.fused:  # one matrix in, one out
                 gate_up = torch.cat((gate.flatten(0, 1), up.flatten(0, 1)))
-                self._flat_experts.append((gate_up, down.permute(1, 0, 2).flatten(1)))
+                self._experts.append([gate_up, down.transpose(0, 1).flatten(1)])
+            else:
+                self._experts.append([gate, up, down])
 
     @torch.no_grad()
     def step(
@@ -333,7 +333,7 @@ class PagedModel:
             softplus="log1p",
         )
         if self.fused:
-            gate_up, down = self._flat_experts[layer]
+            gate_up, down = self._experts[layer]
             hidden = _kernels().gated(
                 F.linear(x, gate_up), *gate, experts=config.experts + 1, limit=config.swiglu_limit
             )
