@@ -8,7 +8,7 @@ its own, in random order, from pools of up to 2^18 rows; slots are int32. Bytes 
 
 Flops: two products of 640 x 512 multiply-adds for each head, 4 * 640 * 512.
 
-`x8` in a name: rows cut into eight parts (`splits=8`), merged by a second launch. Peers: `eager`, this library's
+`x10` in a name: rows cut into ten parts (`splits=10`), merged by a second launch. Peers: `eager`, this library's
 reference run by PyTorch on the same device; `sdpa`, PyTorch's attention over rows that are already bf16 and gathered,
 without sink or rotation (what a dense kernel takes once the pages are unpacked).
 """
@@ -33,7 +33,8 @@ MOST_ROWS = 1 << 18
 V41, FP4, BF16 = lk.KVLayout.V41, lk.KVLayout.V41_FP4, lk.KVLayout.BF16
 V4 = lk.KVLayout.V4
 # heads, tokens, splits
-SHAPES = ((64, 1, 1), (64, 1, 8), (64, 64, 1), (128, 64, 1), (64, 256, 1), (64, 1536, 1), (16, 64, 1), (16, 64, 4))
+SHAPES = ((64, 1, 1), (64, 1, 5), (64, 1, 10), (64, 64, 1), (64, 64, 2), (128, 64, 1), (64, 256, 1), (64, 1536, 1),
+          (16, 64, 1), (16, 64, 2))  # fmt: skip
 OTHER_PAIRS = ((V41, V41), (V4, V4), (BF16, BF16))  # at one size
 EAGER_TOKENS, SDPA_TOKENS = 64, 256
 TABLE_POSITIONS = 65536

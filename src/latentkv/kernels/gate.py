@@ -522,17 +522,17 @@ def exp2_64(y, rest):
     shifted = y + 6755399441055744.0  # 1.5 * 2^52: the sum rounds to an integer, held in its low bits
     n = shifted - 6755399441055744.0
     r = (y - n + rest) * LN2
-    p = tl.fma(r, 2.505210838544172e-08, 2.755731922398589e-07)
-    p = tl.fma(p, r, 2.7557319223985893e-06)
-    p = tl.fma(p, r, 2.48015873015873e-05)
-    p = tl.fma(p, r, 0.0001984126984126984)
-    p = tl.fma(p, r, 0.001388888888888889)
-    p = tl.fma(p, r, 0.008333333333333333)
-    p = tl.fma(p, r, 0.041666666666666664)
-    p = tl.fma(p, r, 0.16666666666666666)
-    p = tl.fma(p, r, 0.5)
-    p = tl.fma(p, r, 1.0)
-    p = tl.fma(p, r, 1.0)
+    p = next_term(tl.full(r.shape, 2.505210838544172e-08, tl.float64), r, 2.755731922398589e-07)
+    p = next_term(p, r, 2.7557319223985893e-06)
+    p = next_term(p, r, 2.48015873015873e-05)
+    p = next_term(p, r, 0.0001984126984126984)
+    p = next_term(p, r, 0.001388888888888889)
+    p = next_term(p, r, 0.008333333333333333)
+    p = next_term(p, r, 0.041666666666666664)
+    p = next_term(p, r, 0.16666666666666666)
+    p = next_term(p, r, 0.5)
+    p = next_term(p, r, 1.0)
+    p = next_term(p, r, 1.0)
     return p * ((shifted.to(tl.int64, bitcast=True) << 52) + 0x3FF0000000000000).to(tl.float64, bitcast=True)
 
 
@@ -547,20 +547,26 @@ def log1p_64(t):
     f = tl.where(n == 0, t, m - 1.0)
     d = 2.0 + f
     inverse = (1.0 / d.to(tl.float32)).to(tl.float64)
-    inverse = inverse * tl.fma(-d, inverse, 2.0)
-    inverse = inverse * tl.fma(-d, inverse, 2.0)
+    inverse = inverse * next_term(-d, inverse, 2.0)
+    inverse = inverse * next_term(-d, inverse, 2.0)
     z = f * inverse
     s = z * z
-    p = tl.fma(s, (2.0 / 19.0), 2.0 / 17.0)
-    p = tl.fma(p, s, 2.0 / 15.0)
-    p = tl.fma(p, s, 2.0 / 13.0)
-    p = tl.fma(p, s, 2.0 / 11.0)
-    p = tl.fma(p, s, 2.0 / 9.0)
-    p = tl.fma(p, s, 2.0 / 7.0)
-    p = tl.fma(p, s, 0.4)
-    p = tl.fma(p, s, 2.0 / 3.0)
-    p = tl.fma(p, s, 2.0)
+    p = next_term(tl.full(s.shape, 2.0 / 19.0, tl.float64), s, 2.0 / 17.0)
+    p = next_term(p, s, 2.0 / 15.0)
+    p = next_term(p, s, 2.0 / 13.0)
+    p = next_term(p, s, 2.0 / 11.0)
+    p = next_term(p, s, 2.0 / 9.0)
+    p = next_term(p, s, 2.0 / 7.0)
+    p = next_term(p, s, 0.4)
+    p = next_term(p, s, 2.0 / 3.0)
+    p = next_term(p, s, 2.0)
     return tl.fma(p, z, n.to(tl.float64) * LN2)
+
+
+@triton.jit
+def next_term(sum, x, C: tl.constexpr):
+    """sum * x + C in fp64, rounded once; Triton 3.6 rounds a plain number given to `fma` to fp32."""
+    return tl.fma(sum, x, tl.full(x.shape, C, tl.float64))
 
 
 # --- what is compiled offline -----------------------------------------------------------------------------------------

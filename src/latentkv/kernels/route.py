@@ -162,9 +162,10 @@ def logits_tile(count: int, experts: int, dtype: torch.dtype, even: bool, kind: 
 
 
 def split_tile(count: int, dtype: torch.dtype, even: bool, kind: str) -> Tile:
-    """The tile of partials: narrow while the weight is what is read, wider when rows are.
+    """The tile of partials.
 
-    A width that is no multiple of 512 takes masks, and an fp32 weight three operands: small tiles hold them.
+    A width that is no multiple of 512 takes masks, and an fp32 weight three operands: small tiles hold them. With an
+    fp32 weight the step is part of the order of a sum, so it is the same for every number of rows.
     """
     if dev.INTERPRETED:
         return INTERPRETED_TILE
@@ -173,7 +174,7 @@ def split_tile(count: int, dtype: torch.dtype, even: bool, kind: str) -> Tile:
     if dtype == torch.float32 or not even:
         return Tile(64, 32, 32, 4, 4) if kind == "hopper" else Tile(64, 32, 32, 8, 2)
     if count <= 64:
-        return Tile(64, 32, 64, 4, 8 if kind == "hopper" else 3)
+        return Tile(64, 64, 64, 4, 8) if kind == "hopper" else Tile(64, 32, 64, 4, 3)
     return Tile(64, 64, 64, 4, 5) if kind == "hopper" else Tile(64, 64, 64, 8, 3)
 
 
@@ -223,7 +224,8 @@ def logits_kernel(
     if WALK:
         # -0, the one start that changes no sum
         total = dev.bits_float(tl.full([ROWS, COLUMNS], -2147483648, tl.int32))
-        for n in range(chunks):
+        # one loop of steps, so that loads run ahead over the end of a chunk
+        for n in tl.range(0, chunks, flatten=True):
             total += chunk_product(x_row, live, w_row, known, n * 512, width, EVEN, ROWS, COLUMNS, STEP)
         at = out + row[:, None] * experts + column[None, :]
     else:
