@@ -38,7 +38,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n 2 --cov=latentkv --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/pytest -n 2 --dist worksteal --cov=latentkv --cov-report=term:skip-covered --cov-fail-under=90
 
 bench: setup
 	$(BIN)/latentkv bench

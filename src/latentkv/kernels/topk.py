@@ -291,20 +291,21 @@ def pick_kernel(
     k1 = _keys(scores, names, e1, end, length, SOURCE, BLOCK_SIZE)
     k2 = _keys(scores, names, e2, end, length, SOURCE, BLOCK_SIZE)
     k3 = _keys(scores, names, e3, end, length, SOURCE, BLOCK_SIZE)
-    low, high, above, reached = _range(k0, k1, k2, k3)
+    low, high, above, reached = _range(k0, k1, k2, k3, tl.maximum(end - piece * PIECE, 0), PIECE, SOURCE)
     if not LAST or PIECE > SHORT:
         low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, cap)
         list_keys += (row * pieces + piece) * stride
         list_entries += (row * pieces + piece) * stride
-        room = tl.where(reached > cap, k - above, cap)
-        reached = tl.where(reached > cap, k, reached)
+        crowded = reached > cap
+        room = k - above
+        reached = tl.where(crowded, k, reached)
         lists = (list_keys, list_entries, names)
         # a zero that the compiler does not know: else it holds the entries in registers through the search
         e0, e1, e2, e3 = _quarters(PIECE, piece * PIECE + tl.minimum(reached, 0))
-        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, room, 0)
+        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, crowded, room, 0)
         _append(lists, k0, e0, r0, p0, LAST, SOURCE, BLOCK_SIZE)
         _append(lists, k1, e1, r1, p1, LAST, SOURCE, BLOCK_SIZE)
-        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, room, found)
+        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, crowded, room, found)
         _append(lists, k2, e2, r2, p2, LAST, SOURCE, BLOCK_SIZE)
         _append(lists, k3, e3, r3, p3, LAST, SOURCE, BLOCK_SIZE)
         if LAST:
@@ -319,7 +320,8 @@ def pick_kernel(
             tl.store(list_keys + at, NOT_A_KEY, mask=(at >= reached) & (at < cap))
     if LAST:
         low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, k)
-        room = tl.where(reached > k, k - above, k)
+        crowded = reached > k
+        room = k - above
         known = True
         table = page_table
         if PAGED:
@@ -333,10 +335,10 @@ def pick_kernel(
         positions += row * columns
         slots += row * columns
         pages = (slots, table, table_width, page_size)
-        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, room, 0)
+        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, crowded, room, 0)
         _write(positions, names, e0, r0, p0, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
         _write(positions, names, e1, r1, p1, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
-        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, room, found)
+        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, crowded, room, found)
         _write(positions, names, e2, r2, p2, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
         _write(positions, names, e3, r3, p3, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
         if not SLOTS:  # the newest block has the largest id
@@ -425,10 +427,13 @@ def _score(key):
 
 
 @triton.jit
-def _range(k0, k1, k2, k3):
-    """The lowest key, the highest plus 1, 0, and how many keys there are."""
-    ours = (k0 > NOT_A_KEY).to(tl.int32) + (k1 > NOT_A_KEY).to(tl.int32)
-    count = tl.sum(ours + (k2 > NOT_A_KEY).to(tl.int32) + (k3 > NOT_A_KEY).to(tl.int32), axis=0)
+def _range(k0, k1, k2, k3, rest, PIECE: tl.constexpr, SOURCE: tl.constexpr):
+    """The lowest key, the highest plus 1, 0, and how many keys there are, at most the row's `rest`."""
+    if SOURCE == "row" or SOURCE == "blocks":
+        count = tl.minimum(rest, PIECE)
+    else:
+        ours = (k0 > NOT_A_KEY).to(tl.int32) + (k1 > NOT_A_KEY).to(tl.int32)
+        count = tl.sum(ours + (k2 > NOT_A_KEY).to(tl.int32) + (k3 > NOT_A_KEY).to(tl.int32), axis=0)
     low = tl.min(tl.minimum(tl.minimum(_or_top(k0), _or_top(k1)), tl.minimum(_or_top(k2), _or_top(k3))), axis=0)
     high = tl.max(tl.maximum(tl.maximum(k0, k1), tl.maximum(k2, k3)), axis=0) + 1
     return low, high, tl.full([], 0, tl.int32), count
@@ -482,25 +487,26 @@ def _reach(key, lower, upper):
 
 
 @triton.jit
-def _ranks(k0, k1, low, room, found):
+def _ranks(k0, k1, low, crowded, room, found):
     """Ranks of what is kept of two quarters, behind `found`; which is kept; what is found then, and the room left.
 
-    Kept are keys above `low`, and the first `room` equal to it. One scan counts both quarters, 16 bits each.
+    Kept are keys from `low` on, where it is crowded only the first `room` equal to it. One scan counts both quarters, 16
+    bits each.
     """
     low = tl.maximum(low, NOT_A_KEY + 1)
     p0, p1 = k0 >= low, k1 >= low
-    ties = (k0 == low).to(tl.int32) + ((k1 == low).to(tl.int32) << 16)
-    total = tl.sum(ties, axis=0)
-    count = (total & 0xFFFF) + (total >> 16)
-    if count > room:
+    if crowded:
+        ties = (k0 == low).to(tl.int32) + ((k1 == low).to(tl.int32) << 16)
         before = tl.cumsum(ties, axis=0) - ties
+        total = tl.sum(ties, axis=0)
         p0 = p0 & ((k0 > low) | ((before & 0xFFFF) < room))
         p1 = p1 & ((k1 > low) | ((before >> 16) + (total & 0xFFFF) < room))
+        room -= (total & 0xFFFF) + (total >> 16)
     flags = p0.to(tl.int32) + (p1.to(tl.int32) << 16)
     before = tl.cumsum(flags, axis=0) - flags
     total = tl.sum(flags, axis=0)
     middle = found + (total & 0xFFFF)
-    return found + (before & 0xFFFF), middle + (before >> 16), p0, p1, middle + (total >> 16), room - count
+    return found + (before & 0xFFFF), middle + (before >> 16), p0, p1, middle + (total >> 16), room
 
 
 @triton.jit
