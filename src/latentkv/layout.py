@@ -300,12 +300,12 @@ def _parse_enum(kind: type, name: object):  # type: ignore[no-untyped-def]
     if isinstance(name, kind):
         return name
     # a dict of constants: torch.compile cannot iterate an enum in every release
-    for value, member in _MEMBERS[kind.__name__].items():
+    for value, member in _NAMES_OF[kind.__name__].items():
         if value == str(name).strip().lower():
             return member
-    raise ValueError(f"layout: {name!r} is none of {', '.join(_MEMBERS[kind.__name__])}")
+    raise ValueError(f"layout: {name!r} is none of {', '.join(_NAMES_OF[kind.__name__])}")
 
 
-_MEMBERS: dict[str, dict[str, Enum]] = {
+_NAMES_OF: dict[str, dict[str, Enum]] = {
     kind.__name__: {member.value: member for member in kind} for kind in (IndexKeyLayout, IndexQueryLayout)
 }
