@@ -490,8 +490,8 @@ def _reach(key, lower, upper):
 def _ranks(k0, k1, low, crowded, room, found):
     """Ranks of what is kept of two quarters, behind `found`; which is kept; what is found then, and the room left.
 
-    Kept are keys from `low` on, where it is crowded only the first `room` equal to it. One scan counts both quarters, 16
-    bits each.
+    Kept are keys from `low` on, where it is crowded only the first `room` equal to it. One scan counts both quarters,
+    16 bits each.
     """
     low = tl.maximum(low, NOT_A_KEY + 1)
     p0, p1 = k0 >= low, k1 >= low
