@@ -60,7 +60,7 @@ def route_topk(
     if count == 0:
         return weights, ids
     summed = logits if logits is not None else source
-    repeat, rows = gate_tile(count, k)
+    repeat, rows = gate_tile(count)
     with on_device(source):
         gate_kernel[(triton.cdiv(count, repeat * rows),)](
             source,
@@ -91,12 +91,12 @@ def route_topk(
     return weights, ids
 
 
-def gate_tile(count: int, k: int) -> tuple[int, int]:
+def gate_tile(count: int) -> tuple[int, int]:
     """How many times a program, which is one warp, takes how many rows: one at a time, so that nothing moves between
     lanes but what reductions move."""
     if dev.INTERPRETED:  # it takes as long for one row as for many
         return 1, 64
-    return (1 if count <= 2048 else 4 if k <= 8 else 2), 1
+    return (1 if count <= 2048 else 2), 1
 
 
 def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
@@ -596,7 +596,7 @@ def target_cases(variant: dict[str, Any]) -> list[TargetCase]:
             "LOG1P": False,
             **more,
         }
-        repeat, rows = gate_tile(count, numbers["K"])
+        repeat, rows = gate_tile(count)
         numbers |= {"REPEAT": repeat, "ROWS": rows, **shape_of(384, numbers["K"], lane64)}
         case = case_of(gate_kernel, label, variant, 1, _TYPES, **numbers)
         aligned = tuple(name for name in _ALIGNED if name in case.signature)
