@@ -26,7 +26,7 @@ def _targets(*arguments: str) -> tuple[int, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-m", "latentkv", "targets", "--json", *arguments],
+        [sys.executable, "-m", "latentkv", "targets", "--json", "--jobs", "2", *arguments],
         capture_output=True,
         text=True,
         env=environment,
