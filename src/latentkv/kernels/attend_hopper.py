@@ -364,34 +364,35 @@ def _decode(words_of, first: gl.constexpr, units, scales, ENCODING: gl.constexpr
 
 @gluon.jit
 def _fill(
-    rows, flags, full, free, step, units, scales, cache, page_stride, data_stride, slots, capacity, block, count,
+    rows, flags, full, free, step, cache, page_stride, data_stride, slots, capacity, block, count,
     ENCODING: gl.constexpr, PAGE_SHIFT: gl.constexpr, DATA_STEP: gl.constexpr, SCALE_BASE: gl.constexpr,
     SCALE_STEP: gl.constexpr,
 ):  # fmt: skip
-    """Decode a block into the buffer of its step, as soon as that is free; `units` and `scales` are its first codes.
-
-    Codes are read while those before them are decoded, so the next block's first ones are returned.
-    """
+    """Decode a block into the buffer of its step, as soon as that is free; codes are read before."""
     first, buffer = block * 64, step % 2
     SIZE: gl.constexpr = 32 if ENCODING == "v41_fp4" else 16
     _, valid = _valid_slots(slots, capacity, first, count, 64, _A_ROW_EACH)
+    units, scales = _codes(
+        cache, page_stride, data_stride, slots, capacity, first, count, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
+        SCALE_STEP,
+    )  # fmt: skip
     mbarrier.wait(free.index(buffer), (step // 2 + 1) & 1)  # a new barrier lets the first round pass
     flags.index(buffer).store(valid.to(gl.int32))
     if _PUBLIC_VIEW:
         words_of = rows.index(buffer).reinterpret(gl.int32, [64, 256], _SHARED_PAIRS)
     else:
         words_of = rows.index(buffer)._reinterpret(gl.int32, [64, 256], _SHARED_PAIRS)
-    for at in gl.static_range(SIZE, 64 + SIZE, SIZE):
+    for at in gl.static_range(SIZE, 64, SIZE):
         next_units, next_scales = _codes(
             cache, page_stride, data_stride, slots, capacity, first + at, count, ENCODING, PAGE_SHIFT, DATA_STEP,
             SCALE_BASE, SCALE_STEP,
         )  # fmt: skip
         _decode(words_of, at - SIZE, units, scales, ENCODING)
         units, scales = next_units, next_scales
+    _decode(words_of, 64 - SIZE, units, scales, ENCODING)
     hopper.fence_async_shared()
     _barrier()
     mbarrier.arrive(full.index(buffer), count=1)
-    return units, scales
 
 
 @gluon.jit
@@ -416,25 +417,17 @@ def _decode_all(
             EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
         )  # fmt: skip
     step = 0
-    units, scales = _codes(
-        window, window_page_stride, window_data_stride, window_slots, window_capacity, near * 64, window_count,
-        WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
-    )  # fmt: skip
     for block in range(near, near_last):
-        units, scales = _fill(
-            rows, flags, full, free, step, units, scales, window, window_page_stride, window_data_stride, window_slots,
+        _fill(
+            rows, flags, full, free, step, window, window_page_stride, window_data_stride, window_slots,
             window_capacity, block, window_count,
             WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
         )  # fmt: skip
         step += 1
     if EXTRA:
-        units, scales = _codes(
-            extra, extra_page_stride, extra_data_stride, extra_slots, extra_capacity, far * 64, extra_count,
-            EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
-        )  # fmt: skip
         for block in range(far, far_last):
-            units, scales = _fill(
-                rows, flags, full, free, step, units, scales, extra, extra_page_stride, extra_data_stride, extra_slots,
+            _fill(
+                rows, flags, full, free, step, extra, extra_page_stride, extra_data_stride, extra_slots,
                 extra_capacity, block, extra_count,
                 EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
             )  # fmt: skip

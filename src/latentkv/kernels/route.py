@@ -224,8 +224,7 @@ def logits_kernel(
     if WALK:
         # -0, the one start that changes no sum
         total = dev.bits_float(tl.full([ROWS, COLUMNS], -2147483648, tl.int32))
-        # one loop of steps, so that loads run ahead over the end of a chunk
-        for n in tl.range(0, chunks, flatten=True):
+        for n in range(chunks):
             total += chunk_product(x_row, live, w_row, known, n * 512, width, EVEN, ROWS, COLUMNS, STEP)
         at = out + row[:, None] * experts + column[None, :]
     else:
