@@ -299,13 +299,14 @@ class IndexQueryLayout(Enum):
 def _parse_enum(kind: type, name: object):  # type: ignore[no-untyped-def]
     if isinstance(name, kind):
         return name
-    # a dict of constants: torch.compile cannot iterate an enum in every release
-    for value, member in _NAMES_OF[kind.__name__].items():
-        if value == str(name).strip().lower():
-            return member
-    raise ValueError(f"layout: {name!r} is none of {', '.join(_NAMES_OF[kind.__name__])}")
+    named = _INDEX_NAMES[kind.__name__]
+    member = named.get(str(name).strip().lower())
+    if member is None:
+        raise ValueError(f"layout: {name!r} is none of {', '.join(named)}")
+    return member
 
 
-_NAMES_OF: dict[str, dict[str, Enum]] = {
+# torch.compile cannot iterate an enum in every release
+_INDEX_NAMES: dict[str, dict[str, Enum]] = {
     kind.__name__: {member.value: member for member in kind} for kind in (IndexKeyLayout, IndexQueryLayout)
 }

@@ -291,7 +291,7 @@ def pick_kernel(
     k1 = _keys(scores, names, e1, end, length, SOURCE, BLOCK_SIZE)
     k2 = _keys(scores, names, e2, end, length, SOURCE, BLOCK_SIZE)
     k3 = _keys(scores, names, e3, end, length, SOURCE, BLOCK_SIZE)
-    low, high, above, reached = _range(k0, k1, k2, k3, tl.maximum(end - piece * PIECE, 0), PIECE, SOURCE)
+    low, high, above, reached = _range(k0, k1, k2, k3, end - piece * PIECE, PIECE, SOURCE)
     if not LAST or PIECE > SHORT:
         low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, cap)
         list_keys += (row * pieces + piece) * stride
@@ -428,9 +428,9 @@ def _score(key):
 
 @triton.jit
 def _range(k0, k1, k2, k3, rest, PIECE: tl.constexpr, SOURCE: tl.constexpr):
-    """The lowest key, the highest plus 1, 0, and how many keys there are, at most the row's `rest`."""
-    if SOURCE == "row" or SOURCE == "blocks":
-        count = tl.minimum(rest, PIECE)
+    """The lowest key, the highest plus 1, 0, and how many keys there are; `rest` entries are left of the row."""
+    if SOURCE == "row" or SOURCE == "blocks":  # every entry is a key
+        count = tl.minimum(tl.maximum(rest, 0), PIECE)
     else:
         ours = (k0 > NOT_A_KEY).to(tl.int32) + (k1 > NOT_A_KEY).to(tl.int32)
         count = tl.sum(ours + (k2 > NOT_A_KEY).to(tl.int32) + (k3 > NOT_A_KEY).to(tl.int32), axis=0)
