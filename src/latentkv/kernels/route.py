@@ -157,8 +157,8 @@ def logits_tile(count: int, experts: int, dtype: torch.dtype, even: bool, kind: 
     if dtype == torch.float32 or not even or kind != "hopper":
         return replace(split_tile(count, dtype, even, kind), walk=True)
     if count * experts <= 2048 * 384:
-        return Tile(64, 64, 64, 4, 4, walk=True)
-    return Tile(128, 128, 64, 8, 3, walk=True)
+        return Tile(64, 64, 128, 4, 3, walk=True)
+    return Tile(128, 64, 64, 8, 4, walk=True)
 
 
 def split_tile(count: int, dtype: torch.dtype, even: bool, kind: str) -> Tile:
@@ -224,7 +224,8 @@ def logits_kernel(
     if WALK:
         # -0, the one start that changes no sum
         total = dev.bits_float(tl.full([ROWS, COLUMNS], -2147483648, tl.int32))
-        for n in range(chunks):
+        # one loop of steps, so that loads run ahead over the end of a chunk
+        for n in tl.range(0, chunks, flatten=True):
             total += chunk_product(x_row, live, w_row, known, n * 512, width, EVEN, ROWS, COLUMNS, STEP)
         at = out + row[:, None] * experts + column[None, :]
     else:

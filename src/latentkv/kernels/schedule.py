@@ -16,7 +16,7 @@ from latentkv.kernels import device as dev
 from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, on_device, wave_size
 
 SIZES_AT_ONCE = 512  # programs of the first launch, at most
-TILE = 1024  # rows at a time
+TILE = 2048  # rows at a time
 SLOTS = 256  # a program of the second launch
 LANES = 256
 MOST_CHUNKS = tl.constexpr(2**31 - 1)

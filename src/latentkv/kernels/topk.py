@@ -21,12 +21,11 @@ from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options,
 
 NOT_A_KEY = tl.constexpr(-(2**31))  # below every score's key
 INFINITE_KEY = tl.constexpr(0x7F800000)
-LONGEST_LIST = tl.constexpr(4096)  # twice the largest k
+WIDTH = tl.constexpr(32)  # entries side by side: no count of them crosses a wave of lanes
 VALUE_STEPS = tl.constexpr(3)  # first steps of a search, which divide the range of scores and not that of keys
 
-PIECE = 8192  # entries a program, 16 a lane; twice as many spill
+PIECE = 8192  # entries a program
 LANES = 512
-SHORT = 2048  # entries that are searched for the exact split, without a list before
 BLOCKS_A_PROGRAM = 256
 
 
@@ -154,10 +153,9 @@ def _pick(
     batches, table_width = table.shape if table is not None else (0, 0)
     of_rows = batch_of if batch_of is not None else lengths
     options = common_options(device)
-    most, short = PIECE, max(SHORT, triton.next_power_of_2(k))
+    most = PIECE
     if device.type == "cpu":  # interpreted: small, so that tests see several pieces
-        short = max(256, triton.next_power_of_2(k))
-        most = 4 * short
+        most = 4 * max(256, triton.next_power_of_2(k))
     with on_device(scores):
         while True:
             piece = min(most, max(128, triton.next_power_of_2(count)))
@@ -165,9 +163,8 @@ def _pick(
             last = pieces == 1
             # few entries for the next launch; but up to 2 k end the search early, and a piece can hold back no fewer
             # than k
-            cap = short if last else max(k, min(2 * k, most // pieces))
-            stride = cap if not last or piece > short else 0
-            keys, entries = torch.empty(2, rows, pieces * stride, dtype=torch.int32, device=device)
+            cap = k if last else max(k, min(2 * k, most // pieces))
+            keys, entries = torch.empty(2, rows, 0 if last else pieces * cap, dtype=torch.int32, device=device)
             pick_kernel[(rows * pieces,)](
                 scores,
                 scores.stride(0),
@@ -178,7 +175,6 @@ def _pick(
                 counts if counts is not None else positions,
                 keys,
                 entries,
-                stride,
                 positions,
                 slots,
                 table if table is not None else positions,
@@ -202,9 +198,9 @@ def _pick(
                 BY_ROW=batch_of is not None,
                 BLOCK_SIZE=block_size,
                 PAGE_SHIFT=_shift(page_size),
-                TAIL=triton.next_power_of_2(columns),
+                TAIL=triton.next_power_of_2(columns if last else cap),
                 PIECE=piece,
-                SHORT=short,
+                ENTRIES=_entries_a_lane(piece),
                 num_warps=_lanes(piece) // wave_size(device),
                 **options,
             )
@@ -217,6 +213,10 @@ def _lanes(piece: int) -> int:
     return min(LANES, max(128, piece // 8))
 
 
+def _entries_a_lane(piece: int) -> int:
+    return 4 if dev.INTERPRETED else piece // _lanes(piece)  # the interpreter takes as long for few as for many
+
+
 def _shift(page_size: int) -> int:
     """Of a power of two; -1 for another page size, which costs divisions."""
     return page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
@@ -227,7 +227,7 @@ def _shift(page_size: int) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "scores_stride", "stride", "width", "count", "pieces", "k", "cap", "columns", "batches", "rows_a_batch",
+        "scores_stride", "width", "count", "pieces", "k", "cap", "columns", "batches", "rows_a_batch",
         "table_width", "page_size",
     ]
 )  # fmt: skip
@@ -241,7 +241,6 @@ def pick_kernel(
     counts,
     list_keys,
     list_entries,
-    stride,
     positions,
     slots,
     page_table,
@@ -267,7 +266,7 @@ def pick_kernel(
     PAGE_SHIFT: tl.constexpr,
     TAIL: tl.constexpr,
     PIECE: tl.constexpr,
-    SHORT: tl.constexpr,
+    ENTRIES: tl.constexpr,
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -286,120 +285,90 @@ def pick_kernel(
         end = tl.where(k > 0, (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
     elif SOURCE == "kept":
         end = tl.load(counts + row) * BLOCK_SIZE
-    e0, e1, e2, e3 = _quarters(PIECE, piece * PIECE)
-    k0 = _keys(scores, names, e0, end, length, SOURCE, BLOCK_SIZE)
-    k1 = _keys(scores, names, e1, end, length, SOURCE, BLOCK_SIZE)
-    k2 = _keys(scores, names, e2, end, length, SOURCE, BLOCK_SIZE)
-    k3 = _keys(scores, names, e3, end, length, SOURCE, BLOCK_SIZE)
-    low, high, above, reached = _range(k0, k1, k2, k3, end - piece * PIECE, PIECE, SOURCE)
-    if not LAST or PIECE > SHORT:
-        low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, cap)
-        list_keys += (row * pieces + piece) * stride
-        list_entries += (row * pieces + piece) * stride
-        crowded = reached > cap
-        room = k - above
-        reached = tl.where(crowded, k, reached)
-        lists = (list_keys, list_entries, names)
-        # a zero that the compiler does not know: else it holds the entries in registers through the search
-        e0, e1, e2, e3 = _quarters(PIECE, piece * PIECE + tl.minimum(reached, 0))
-        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, crowded, room, 0)
-        _append(lists, k0, e0, r0, p0, LAST, SOURCE, BLOCK_SIZE)
-        _append(lists, k1, e1, r1, p1, LAST, SOURCE, BLOCK_SIZE)
-        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, crowded, room, found)
-        _append(lists, k2, e2, r2, p2, LAST, SOURCE, BLOCK_SIZE)
-        _append(lists, k3, e3, r3, p3, LAST, SOURCE, BLOCK_SIZE)
-        if LAST:
-            tl.debug_barrier()
-            e0, e1, e2, e3 = _quarters(SHORT, 0)
-            k0, e0 = _listed(list_keys, list_entries, e0, reached)
-            k1, e1 = _listed(list_keys, list_entries, e1, reached)
-            k2, e2 = _listed(list_keys, list_entries, e2, reached)
-            k3, e3 = _listed(list_keys, list_entries, e3, reached)
-        else:
-            at = tl.arange(0, LONGEST_LIST)
-            tl.store(list_keys + at, NOT_A_KEY, mask=(at >= reached) & (at < cap))
+    first = piece * PIECE + _first_entries(PIECE, ENTRIES)
+    keys = _keys(scores, names, first, end, length, SOURCE, BLOCK_SIZE, ENTRIES)
+    low, high, above, reached = _range(keys, end - piece * PIECE, PIECE, SOURCE, ENTRIES)
+    low, high, above, reached = _narrow(keys, low, high, above, reached, k, cap, ENTRIES, CAST)
+    low = tl.maximum(low, NOT_A_KEY + 1)
+    crowded = reached > cap
+    found = tl.where(crowded, k, reached)
+    if crowded:  # only the first of those that equal the lowest key
+        keys = _without_late_ties(keys, low, k - above, ENTRIES)
+    ranks = _ranks(keys, low, ENTRIES)
+    # entries first, packed; what they stand for is looked up after that, all at once
     if LAST:
-        low, high, above, reached = _narrow(k0, k1, k2, k3, low, high, above, reached, k, k)
-        crowded = reached > k
-        room = k - above
-        known = True
-        table = page_table
-        if PAGED:
-            if BY_ROW:
-                batch = tl.load(row_to_batch + row * batch_stride).to(tl.int64)
-            else:
-                batch = row // rows_a_batch
-            known = (batch >= 0) & (batch < batches)
-            table += tl.where(known, batch, 0) * table_stride
-            table_width = tl.where(known, table_width, 0)
-        positions += row * columns
-        slots += row * columns
-        pages = (slots, table, table_width, page_size)
-        r0, r1, p0, p1, found, room = _ranks(k0, k1, low, crowded, room, 0)
-        _write(positions, names, e0, r0, p0, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
-        _write(positions, names, e1, r1, p1, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
-        r2, r3, p2, p3, found, room = _ranks(k2, k3, low, crowded, room, found)
-        _write(positions, names, e2, r2, p2, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
-        _write(positions, names, e3, r3, p3, pages, SOURCE, BLOCK_SIZE, SLOTS, PAGED, PAGE_SHIFT)
+        to = positions + row * columns
+    else:
+        to = list_entries + (row * pieces + piece) * cap
+        list_keys += (row * pieces + piece) * cap
+    for n in tl.static_range(ENTRIES):
+        picked = keys[n] >= low
+        if not LAST:
+            tl.store(list_keys + ranks[n], keys[n], mask=picked)
+        tl.store(to + ranks[n], first + n * WIDTH, mask=picked)
+    place = tl.arange(0, TAIL)
+    there = place < found
+    if SLOTS and LAST or SOURCE == "list" or SOURCE == "kept":
+        tl.debug_barrier()
+        index = tl.load(to + place, mask=there, other=0)
+        if SOURCE == "list" or SOURCE == "kept":
+            index = _position(names, index, there, SOURCE, BLOCK_SIZE)
+            tl.store(to + place, index, mask=there)
+        if SLOTS and LAST:
+            if PAGED:
+                if BY_ROW:
+                    batch = tl.load(row_to_batch + row * batch_stride).to(tl.int64)
+                else:
+                    batch = row // rows_a_batch
+                known = (batch >= 0) & (batch < batches)
+                page_table += tl.where(known, batch, 0) * table_stride
+                index = _slots(page_table, index, there, tl.where(known, table_width, 0), page_size, PAGE_SHIFT)
+            slots += row * columns
+            tl.store(slots + place, tl.where(there, index, -1), mask=place < columns)
+    if LAST:
         if not SLOTS:  # the newest block has the largest id
             newest = (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
-            tl.store(positions + found, newest, mask=newest >= 0)
+            tl.store(to + found, newest, mask=newest >= 0)
             found += tl.where(newest >= 0, 1, 0)
-        tail = tl.arange(0, TAIL)
-        rest = (tail >= found) & (tail < columns)
-        tl.store(positions + tail, -1, mask=rest)
-        if SLOTS:
-            tl.store(slots + tail, -1, mask=rest)
+        tl.store(to + place, -1, mask=(place >= found) & (place < columns))
+    else:
+        tl.store(list_keys + place, NOT_A_KEY, mask=(place >= found) & (place < cap))
+
+
+# A program's entries are a tuple of tensors [WIDTH, columns] in order of column, place in the tuple, and place in the
+# column. A column lies in one wave of lanes. Loads and scattered stores both take that layout, so nothing is converted.
 
 
 @triton.jit
-def _quarters(SIZE: tl.constexpr, first):
-    e0 = first + tl.arange(0, SIZE // 4)
-    return e0, e0 + SIZE // 4, e0 + 2 * (SIZE // 4), e0 + 3 * (SIZE // 4)
+def _first_entries(PIECE: tl.constexpr, ENTRIES: tl.constexpr):
+    """Offsets of the tuple's first tensor; the next are WIDTH further each."""
+    COLUMNS: tl.constexpr = PIECE // (WIDTH * ENTRIES)
+    return tl.arange(0, WIDTH)[:, None] + tl.arange(0, COLUMNS)[None, :] * (WIDTH * ENTRIES)
 
 
 @triton.jit
-def _keys(scores, names, entry, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _keys(scores, names, first, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr):
     """Keys of the entries; NOT_A_KEY from `end` on, where nothing is read."""
-    there = entry < end
-    index = entry
+    loaded = ()
+    some = tl.full(first.shape, 0, tl.int32) < end
+    for n in tl.static_range(ENTRIES):
+        if SOURCE == "kept":
+            there = first < end - n * WIDTH
+            index = _position(names, first + n * WIDTH, there, SOURCE, BLOCK_SIZE)
+            there &= index < length
+            loaded = loaded + (tl.where(there, _key(tl.load(scores + index, mask=there, other=0)), NOT_A_KEY),)
+        else:
+            # a mask for each would be more predicates than there are, and the compiler would wait for some loads first
+            loaded = loaded + (tl.load(scores + tl.minimum(first + n * WIDTH, end - 1), mask=some, other=0),)
     if SOURCE == "kept":
-        index = _position(names, entry, there, SOURCE, BLOCK_SIZE)
-        there &= index < length
-    score = tl.load(scores + index, mask=there, other=0)
-    if SOURCE == "row" or SOURCE == "kept":
-        score = _key(score)
-    return tl.where(there, score, NOT_A_KEY)
-
-
-@triton.jit
-def _append(lists, key, entry, rank, picked, LAST: tl.constexpr, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store what is picked; the last list keeps entries, so that positions are looked up for few of them."""
-    list_keys, list_entries, names = lists
-    tl.store(list_keys + rank, key, mask=picked)
-    if not LAST:
-        entry = _position(names, entry, picked, SOURCE, BLOCK_SIZE)
-    tl.store(list_entries + rank, entry, mask=picked)
-
-
-@triton.jit
-def _listed(list_keys, list_entries, at, found):
-    """Keys and entries of a list."""
-    there = at < found
-    return tl.load(list_keys + at, mask=there, other=NOT_A_KEY), tl.load(list_entries + at, mask=there, other=0)
-
-
-@triton.jit
-def _write(positions, names, entry, rank, picked, pages, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-           SLOTS: tl.constexpr, PAGED: tl.constexpr, PAGE_SHIFT: tl.constexpr):  # fmt: skip
-    """Store positions and slots of what is picked."""
-    index = _position(names, entry, picked, SOURCE, BLOCK_SIZE)
-    tl.store(positions + rank, index, mask=picked)
-    if SLOTS:
-        slots, table, table_width, page_size = pages
-        if PAGED:
-            index = _slots(table, index, picked, table_width, page_size, PAGE_SHIFT)
-        tl.store(slots + rank, index, mask=picked)
+        return loaded
+    keys = ()
+    for n in tl.static_range(ENTRIES):
+        key = loaded[n]
+        if SOURCE == "row":
+            key = _key(key)
+        keys = keys + (tl.where(first < end - n * WIDTH, key, NOT_A_KEY),)
+    return keys
 
 
 @triton.jit
@@ -416,8 +385,7 @@ def _position(names, entry, mask, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr
 @triton.jit
 def _key(score):
     """int32 in the order of the scores: -0 is +0, NaN is -inf."""
-    bits = dev.float_bits(score)
-    return dev.in_order(dev.bits_float(tl.where(bits == NOT_A_KEY, 0, bits)))
+    return dev.flipped(dev.float_bits(tl.maximum(score, float("-inf")) + 0.0))
 
 
 @triton.jit
@@ -427,16 +395,24 @@ def _score(key):
 
 
 @triton.jit
-def _range(k0, k1, k2, k3, rest, PIECE: tl.constexpr, SOURCE: tl.constexpr):
+def _range(keys, rest, PIECE: tl.constexpr, SOURCE: tl.constexpr, ENTRIES: tl.constexpr):
     """The lowest key, the highest plus 1, 0, and how many keys there are; `rest` entries are left of the row."""
+    low, high = _or_top(keys[0]), keys[0]
+    ours = (keys[0] > NOT_A_KEY).to(tl.int32)
+    for n in tl.static_range(1, ENTRIES):
+        low, high = tl.minimum(low, _or_top(keys[n])), tl.maximum(high, keys[n])
+        ours += (keys[n] > NOT_A_KEY).to(tl.int32)
+    low, high = tl.reduce((tl.min(low, axis=0), tl.max(high, axis=0)), 0, _wider)
     if SOURCE == "row" or SOURCE == "blocks":  # every entry is a key
         count = tl.minimum(tl.maximum(rest, 0), PIECE)
     else:
-        ours = (k0 > NOT_A_KEY).to(tl.int32) + (k1 > NOT_A_KEY).to(tl.int32)
-        count = tl.sum(ours + (k2 > NOT_A_KEY).to(tl.int32) + (k3 > NOT_A_KEY).to(tl.int32), axis=0)
-    low = tl.min(tl.minimum(tl.minimum(_or_top(k0), _or_top(k1)), tl.minimum(_or_top(k2), _or_top(k3))), axis=0)
-    high = tl.max(tl.maximum(tl.maximum(k0, k1), tl.maximum(k2, k3)), axis=0) + 1
-    return low, high, tl.full([], 0, tl.int32), count
+        count = _total(ours)
+    return low, high + 1, tl.full([], 0, tl.int32), count
+
+
+@triton.jit
+def _wider(low, high, other_low, other_high):
+    return tl.minimum(low, other_low), tl.maximum(high, other_high)
 
 
 @triton.jit
@@ -446,7 +422,12 @@ def _or_top(key):
 
 
 @triton.jit
-def _narrow(k0, k1, k2, k3, low, high, above, reached, k, cap):
+def _total(x):
+    return tl.sum(tl.sum(x, axis=0), axis=0)
+
+
+@triton.jit
+def _narrow(keys, low, high, above, reached, k, cap, ENTRIES: tl.constexpr, CAST: tl.constexpr):
     """Raise `low` and lower `high` until `reached` keys are at least `low`: at least k, or all, and at most cap.
 
     `above` keys are at least `high`, fewer than k. It ends with more than cap where keys equal to `low` are to blame.
@@ -455,8 +436,10 @@ def _narrow(k0, k1, k2, k3, low, high, above, reached, k, cap):
     while (reached > cap) & (high != low + 1):
         # two keys divide the range in three; both counts in one sum, as a piece has fewer than 2^16 entries
         lower, upper = _thirds(low, high, step)
-        both = _reach(k0, lower, upper) + _reach(k1, lower, upper) + _reach(k2, lower, upper)
-        both = tl.sum(both + _reach(k3, lower, upper), axis=0)
+        both = tl.zeros(keys[0].shape, tl.int32)
+        for n in tl.static_range(ENTRIES):
+            both = _reach(both, keys[n], lower, upper, CAST)
+        both = _total(both)
         at_lower, at_upper = both & 0xFFFF, both >> 16
         if at_upper >= k:
             low, reached = upper, at_upper
@@ -481,32 +464,70 @@ def _thirds(low, high, step):
     return lower, tl.minimum(tl.maximum(upper, lower), high - 1)
 
 
-@triton.jit
-def _reach(key, lower, upper):
-    return (key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16)
+_REACH_CUDA: tl.constexpr = tl.constexpr("""{
+.reg .pred p, q;
+setp.ge.s32 p, $2, $3;
+setp.ge.s32 q, $2, $4;
+mov.u32 $0, $1;
+@p add.s32 $0, $0, 1;
+@q add.s32 $0, $0, 0x10000;
+}""")  # the portable form of `_reach`, of which compilers make five instructions
 
 
 @triton.jit
-def _ranks(k0, k1, low, crowded, room, found):
-    """Ranks of what is kept of two quarters, behind `found`; which is kept; what is found then, and the room left.
+def _reach(counts, key, lower, upper, CAST: tl.constexpr):
+    """Counts of the keys at least `lower`, and 2^16 times those at least `upper`, one more key seen."""
+    if CAST == dev.PORTABLE:
+        return counts + (key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            _REACH_CUDA, "=&r,r,r,r,r", [counts, key, lower, upper], tl.int32, is_pure=True, pack=1
+        )
 
-    Kept are keys from `low` on, where it is crowded only the first `room` equal to it. One scan counts both quarters,
-    16 bits each.
-    """
-    low = tl.maximum(low, NOT_A_KEY + 1)
-    p0, p1 = k0 >= low, k1 >= low
-    if crowded:
-        ties = (k0 == low).to(tl.int32) + ((k1 == low).to(tl.int32) << 16)
-        before = tl.cumsum(ties, axis=0) - ties
-        total = tl.sum(ties, axis=0)
-        p0 = p0 & ((k0 > low) | ((before & 0xFFFF) < room))
-        p1 = p1 & ((k1 > low) | ((before >> 16) + (total & 0xFFFF) < room))
-        room -= (total & 0xFFFF) + (total >> 16)
-    flags = p0.to(tl.int32) + (p1.to(tl.int32) << 16)
-    before = tl.cumsum(flags, axis=0) - flags
-    total = tl.sum(flags, axis=0)
-    middle = found + (total & 0xFFFF)
-    return found + (before & 0xFFFF), middle + (before >> 16), p0, p1, middle + (total >> 16), room
+
+@triton.jit
+def _without_late_ties(keys, low, room, ENTRIES: tl.constexpr):
+    """Keys, of those that equal `low` only the first `room`."""
+    ties = ()
+    for n in tl.static_range(ENTRIES):
+        ties = ties + ((keys[n] == low).to(tl.int32),)
+    before = _before(ties, ENTRIES)
+    kept = ()
+    for n in tl.static_range(ENTRIES):
+        kept = kept + (tl.where((keys[n] == low) & (before[n] >= room), NOT_A_KEY, keys[n]),)
+    return kept
+
+
+@triton.jit
+def _ranks(keys, low, ENTRIES: tl.constexpr):
+    """How many keys from `low` on stand before each entry."""
+    flags = ()
+    for n in tl.static_range(ENTRIES):
+        flags = flags + ((keys[n] >= low).to(tl.int32),)
+    return _before(flags, ENTRIES)
+
+
+@triton.jit
+def _before(flags, ENTRIES: tl.constexpr):
+    """Sums of all flags (0 or 1) before each: four are scanned at once, eight bits each, as a column has 32 places."""
+    PACKS: tl.constexpr = (ENTRIES + 3) // 4
+    scans = ()
+    totals = ()
+    whole = tl.zeros([flags[0].shape[1]], tl.int32)
+    for pack in tl.static_range(PACKS):
+        packed = flags[4 * pack]
+        for n in tl.static_range(4 * pack + 1, min(4 * pack + 4, ENTRIES)):
+            packed += flags[n] << (8 * (n - 4 * pack))
+        scans = scans + (tl.cumsum(packed, axis=0) - packed,)
+        total = tl.sum(packed, axis=0)
+        totals = totals + (total,)
+        whole += (total & 0xFF) + ((total >> 8) & 0xFF) + ((total >> 16) & 0xFF) + (total >> 24)
+    start = tl.cumsum(whole, axis=0) - whole
+    before = ()
+    for n in tl.static_range(ENTRIES):
+        before = before + (start[None, :] + ((scans[n // 4] >> (8 * (n % 4))) & 0xFF),)
+        start += (totals[n // 4] >> (8 * (n % 4))) & 0xFF
+    return before
 
 
 @triton.jit
@@ -606,10 +627,10 @@ def sort_ids_kernel(
 # source, LAST, pages, entries
 _VARIANTS = (
     ("row", True, True, PIECE),
-    ("row", True, True, SHORT),
+    ("row", True, True, 2048),
     ("row", False, True, PIECE),
     ("list", True, True, PIECE),
-    ("list", True, False, SHORT),
+    ("list", True, False, 2048),
     ("list", False, True, PIECE),
     ("blocks", True, False, PIECE),
     ("blocks", False, False, PIECE),
@@ -641,7 +662,8 @@ def _cases() -> list[TargetCase]:
         for source, last, paged, piece in _VARIANTS:
             constexprs = {
                 "SOURCE": source, "LAST": last, "SLOTS": paged, "PAGED": paged, "BY_ROW": False, "BLOCK_SIZE": 8,
-                "PAGE_SHIFT": 6, "TAIL": 512 if paged else SHORT, "PIECE": piece, "SHORT": SHORT,
+                "PAGE_SHIFT": 6, "TAIL": 512 if last and paged else 2048, "PIECE": piece,
+                "ENTRIES": piece // _lanes(piece),
             }  # fmt: skip
             label = f"{source} {piece} {'last' if last else 'to a list'}"
             add(pick_kernel, label, constexprs, _lanes(piece), variant)
