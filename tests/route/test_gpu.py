@@ -133,27 +133,31 @@ def test_the_ops_compile_whole():
     ],
 )
 def test_a_million_rows_are_routed_as_by_the_reference(tie_order, softplus, biased, rows):
-    """Bit by bit, rows of random numbers, of ties, and with NaN, infinities and subnormals."""
+    """Rows of random numbers, of ties, and with NaN, infinities and subnormals. Of weights, which are fp64 numbers
+    rounded once, a few may round the other way."""
     bias = bias_of(384).cuda() if biased else None
     for seed in range(rows // 50_000):
         logits = logits_of(50_000, 384, seed, "cuda")
         weights, ids = lk.route_topk(logits, bias, k=6, tie_order=tie_order, softplus=softplus)
         want = reference.route_topk(logits, bias, None, 6, True, 1.0, 0, tie_order, softplus)
         assert torch.equal(ids, want[1])
-        assert torch.equal(weights, want[0])
+        units = (weights.view(torch.int32) - want[0].view(torch.int32)).abs()
+        assert units.max() <= 1
+        assert units.float().mean() < 1e-4
         assert (ids >= 0).all()
         assert (ids < 384).all()
         assert (ids.sort(1).values.diff(dim=1) > 0).all()
 
 
-def test_weights_are_within_two_units_of_fp64():
+@pytest.mark.parametrize("softplus", ["log2", "log1p"])
+def test_weights_are_within_a_unit_of_fp64(softplus):
     logits = torch.randn(100_000, 384, device="cuda") * 4
-    weights, ids = lk.route_topk(logits, k=6, scale=1.5, softplus="log1p")
+    weights, ids = lk.route_topk(logits, k=6, scale=1.5, softplus=softplus)
     x = logits.double().gather(1, ids.long())
     score = torch.where(x > 20, x, torch.log1p(torch.exp(x))).sqrt()
     want = 1.5 * score / score.sum(1, keepdim=True)
     unit = torch.exp2(torch.floor(torch.log2(want)) - 23)
-    assert ((weights - want).abs() <= 2 * unit).all()
+    assert ((weights - want).abs() <= unit).all()
 
 
 def test_a_rows_picks_do_not_depend_on_the_batch():

@@ -198,7 +198,7 @@ def gate_rows(
         if n + 1 < CANDIDATES:
             keys = without(keys, keys[0] == largest[:, None], PARTS)
     candidate = tl.where(found == LOWEST, NOBODY, ID_MASK - (found & ID_MASK))
-    score, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
+    weight, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
     rank, last, tied = ranks(candidate, order, K)
 
     # what was left out is at most `largest`, rounded up
@@ -212,22 +212,18 @@ def gate_rows(
         else:
             orders = exact_orders(at, partial_stride, bias, live, steps, WIDTH, PARTS, EXPERTS, PARTIALS, BIAS, LOG1P)
             candidate = picks_of_all(orders, inside, K, ROWS, WIDTH, PARTS)
-        score, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
+        weight, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
         rank = tl.where(candidate == NOBODY, NOBODY, lane)
 
-    # weights in pick order
-    score = tl.where(score == score, score, 0.0)
+    # weights in fp64, rounded once
+    weight = tl.where((rank < K) & (weight == weight), weight, 0.0)
+    factor = scale + tl.zeros([ROWS], tl.float64)
     if RENORMALIZE:
-        total = tl.zeros([ROWS], tl.float32)
-        for n in tl.static_range(K):
-            total += dev.bits_float(tl.max(tl.where(rank == n, dev.float_bits(score), 0), axis=1))
-        factor = tl.div_rn(scale + tl.zeros_like(total), tl.maximum(total, 1e-20))
-        score = score * factor[:, None]
-    else:
-        score = score * scale
+        factor = factor * inverse_64(tl.maximum(tl.sum(weight, axis=1), 1e-20))
+    weight = (weight * factor[:, None]).to(tl.float32)
     to = (row * (K + num_shared))[:, None]
     mask = live[:, None] & (rank < K)
-    tl.store(weights + to + rank, score, mask=mask)
+    tl.store(weights + to + rank, weight, mask=mask)
     tl.store(ids + to + rank, candidate, mask=mask)
     for n in range(0, num_shared, 32):
         shared = n + lane
@@ -358,16 +354,16 @@ def largest_of(keys, PARTS: tl.constexpr):
 def exact_scores(
     at, partial_stride, bias, candidate, live, PARTIALS: tl.constexpr, BIAS: tl.constexpr, LOG1P: tl.constexpr
 ):
-    """Scores of candidates [rows, 32], and the order of their choices."""
+    """Scores of candidates in fp64 [rows, 32], zero where they are in fp32, and the order of their choices."""
     known = candidate != NOBODY
     expert = tl.where(known, candidate, 0)
     logit = load_logits(at[:, None] + expert, partial_stride, live[:, None] & known, PARTIALS, PARTIALS, True)
-    score = exact_score(logit, LOG1P)
+    score, wide = exact_score(logit, LOG1P)
     if BIAS:
         order = dev.in_order(score + dev.to_fp32(tl.load(bias + expert, mask=known, other=0.0)))
     else:
         order = dev.in_order(score)
-    return score, tl.where(known, order, LOWEST)
+    return wide, tl.where(known, order, LOWEST)
 
 
 @triton.jit
@@ -380,7 +376,7 @@ def exact_orders(
     orders = ()
     for part in tl.static_range(PARTS):
         expert = part * WIDTH + tl.arange(0, WIDTH)
-        score = exact_score(logits[part], LOG1P)
+        score, _ = exact_score(logits[part], LOG1P)
         if BIAS:
             score += load_bias(bias, expert, EXPERTS, live.shape[0])
         orders = orders + (tl.where((expert < EXPERTS)[None, :], dev.in_order(score), LOWEST),)
@@ -499,21 +495,49 @@ def score_bound(x, CAST: tl.constexpr):
 
 @triton.jit
 def exact_score(x, LOG1P: tl.constexpr):
-    """sqrt(softplus(x)), each operation of reference.route.gate_scores correctly rounded; NaN of NaN."""
+    """sqrt(softplus(x)), each operation of reference.route.gate_scores correctly rounded; and in fp64, zero where that
+    is. NaN of NaN."""
     x = tl.where(x == float("inf"), FLT_MAX, x)
     low = tl.minimum(tl.maximum(x, -200.0), 32.0)  # beyond, nothing changes, and exponents stay in range
     if LOG1P:
-        wide = low.to(tl.float64)
-        t = exp2_64(wide * LOG2E_HIGH, wide * LOG2E_LOW).to(tl.float32)
-        soft = log1p_64(t.to(tl.float64)).to(tl.float32)
+        power = exp2_64(low.to(tl.float64) * LOG2E_HIGH, low.to(tl.float64) * LOG2E_LOW)
+        rounded = power.to(tl.float32).to(tl.float64)
+        log = log1p_64(rounded)
+        soft = log.to(tl.float32)
     else:
-        t = exp2_64((low * LOG2E_32).to(tl.float64), 0.0).to(tl.float32)
-        soft = (log1p_64((1.0 + t).to(tl.float64) - 1.0) * LOG2E).to(tl.float32) * LN2_32
+        y = low * LOG2E_32
+        power = exp2_64(y.to(tl.float64), 0.0)
+        rounded = (1.0 + power.to(tl.float32)).to(tl.float64) - 1.0
+        log = log1p_64(rounded)
+        soft = (log * LOG2E).to(tl.float32) * LN2_32
+        power += power * ((low.to(tl.float64) * LOG2E - y.to(tl.float64)) * LN2)
     soft = tl.where(x > 20.0, x, soft)
     small = soft < 7.8886090522101181e-31  # 2^-100: the hardware's root may take subnormals for zero
     root = tl.sqrt_rn(tl.where(small, soft * 1.2676506002282294e30, soft))
     root = tl.where(small, root * 8.8817841970012523e-16, root)
-    return tl.where(x == x, root, x)
+    # what rounding has taken from the power is small: the slope of the logarithm there brings it back
+    log += (power - rounded) * (1.0 / (1.0 + rounded.to(tl.float32))).to(tl.float64)
+    wide = root_64(tl.where(x > 20.0, x.to(tl.float64), log))
+    return tl.where(x == x, root, x), tl.where(x == x, tl.where(root == 0.0, 0.0, wide), x.to(tl.float64))
+
+
+@triton.jit
+def root_64(x):
+    """Square root in fp64, good to 2^-46, of 2^-300 <= x <= 2^128."""
+    small = x < 7.8886090522101181e-31
+    x = tl.where(small, x * 1.6069380442589903e60, x)  # 2^200
+    root = tl.sqrt_rn(x.to(tl.float32))
+    wide = root.to(tl.float64)
+    wide += (x - wide * wide) * (0.5 / root).to(tl.float64)
+    return tl.where(small, wide * 7.8886090522101181e-31, wide)
+
+
+@triton.jit
+def inverse_64(x):
+    """1 / x in fp64, good to 2^-50, where fp32 holds both."""
+    inverse = (1.0 / x.to(tl.float32)).to(tl.float64)
+    inverse = inverse * next_term(-x, inverse, 2.0)
+    return inverse * next_term(-x, inverse, 2.0)
 
 
 @triton.jit
@@ -545,11 +569,7 @@ def log1p_64(t):
     n = (bits - 0x3FE6A00000000000) >> 52
     m = (bits - (n << 52)).to(tl.float64, bitcast=True)
     f = tl.where(n == 0, t, m - 1.0)
-    d = 2.0 + f
-    inverse = (1.0 / d.to(tl.float32)).to(tl.float64)
-    inverse = inverse * next_term(-d, inverse, 2.0)
-    inverse = inverse * next_term(-d, inverse, 2.0)
-    z = f * inverse
+    z = f * inverse_64(2.0 + f)
     s = z * z
     p = next_term(tl.full(s.shape, 2.0 / 19.0, tl.float64), s, 2.0 / 17.0)
     p = next_term(p, s, 2.0 / 15.0)

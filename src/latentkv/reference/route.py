@@ -62,19 +62,16 @@ def route_topk(
             logits.copy_(total)
         logits = total
     assert logits is not None
-    score = gate_scores(logits.to(F32), softplus)
+    logits = logits.to(F32)
+    score = gate_scores(logits, softplus)
     choice = score if bias is None else score + bias.to(F32)
     choice = torch.where(torch.isnan(choice), -torch.inf, choice)
     picks = _lane64_order(choice, k) if tie_order == "lane64" else _index_order(choice, k)
-    weights = torch.where(torch.isnan(score), 0.0, score).gather(1, picks)
+    weights = wide_scores(logits.gather(1, picks), score.gather(1, picks))
+    factor = torch.full_like(weights[:, :1], scale)
     if renormalize:
-        total = torch.zeros_like(weights[:, :1])
-        for j in range(k):
-            total = total + weights[:, j : j + 1]
-        # a number over a tensor would be its reciprocal times the number
-        weights = weights * (torch.full_like(total, scale) / total.clamp(min=1e-20))
-    else:
-        weights = weights * scale
+        factor = factor / weights.sum(1, keepdim=True).clamp(min=1e-20)
+    weights = (weights * factor).to(F32)
     shared = torch.arange(logits.shape[1], logits.shape[1] + num_shared, device=logits.device).expand(len(logits), -1)
     weights = torch.cat((weights, torch.ones_like(shared, dtype=F32)), 1)
     return weights, torch.cat((picks, shared), 1).to(torch.int32)
@@ -93,6 +90,13 @@ def gate_scores(logits: Tensor, softplus: str) -> Tensor:
         t = torch.exp2((x * math.log2(math.e)).double()).to(F32)
         soft = torch.log2((1.0 + t).double()).to(F32) * math.log(2.0)
     return torch.where(x > 20.0, x, soft).double().sqrt().to(F32)
+
+
+def wide_scores(logits: Tensor, scores: Tensor) -> Tensor:
+    """sqrt(softplus(logits)) in fp64, zero where the fp32 scores are zero or NaN."""
+    x = torch.where(logits == torch.inf, FLT_MAX, logits).double()
+    wide = torch.where(x > 20.0, x, torch.log1p(torch.exp(x))).sqrt()
+    return torch.where((scores > 0), wide, 0.0)
 
 
 def _index_order(choice: Tensor, k: int) -> Tensor:
