@@ -108,7 +108,7 @@ def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
         "WIDTH": width,
         "PARTS": triton.cdiv(experts, width),
         "ID_MASK": triton.next_power_of_2(experts) - 1,
-        "CANDIDATES": k + 1,
+        "CANDIDATES": k + 2,  # with k + 1, two rows in a thousand would not be settled, which every launch waits for
     }
 
 
@@ -199,7 +199,7 @@ def gate_rows(
             keys = without(keys, keys[0] == largest[:, None], PARTS)
     candidate = tl.where(found == LOWEST, NOBODY, ID_MASK - (found & ID_MASK))
     weight, order = exact_scores(at, partial_stride, bias, candidate, live, PARTIALS, BIAS, LOG1P)
-    rank, last, tied = ranks(candidate, order, K)
+    rank, last, tied = ranks(candidate, order, K, CANDIDATES)
 
     # what was left out is at most `largest`, rounded up
     doubtful = (largest != LOWEST) & (last <= (largest | ID_MASK))
@@ -384,19 +384,23 @@ def exact_orders(
 
 
 @triton.jit
-def ranks(candidate, order, K: tl.constexpr):
-    """Ranks of candidates by order, then id, NOBODY from K on; the K-th order; whether two of these tie."""
-    rank = tl.full(candidate.shape, NOBODY, tl.int32)
-    last = tl.full([candidate.shape[0]], NOBODY, tl.int32)
-    tied = last != last
-    for n in tl.static_range(K):
-        largest = tl.max(order, axis=1)
-        pick = tl.min(tl.where(order == largest[:, None], candidate, NOBODY), axis=1)
-        tied = tied | (largest == last)
-        last = largest
-        taken = candidate == pick[:, None]
-        rank = tl.where(taken, n, rank)
-        order = tl.where(taken, LOWEST, order)
+def ranks(candidate, order, K: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Ranks of candidates by order, then id, NOBODY from K on; the K-th order; whether one of these ties with another.
+
+    Each is compared with all, so that reductions need not wait for each other.
+    """
+    lane = tl.arange(0, 32)[None, :]
+    rank = tl.zeros(candidate.shape, tl.int32)
+    ties = tl.zeros(candidate.shape, tl.int32)
+    for n in tl.static_range(CANDIDATES):
+        here = lane == n
+        other = tl.max(tl.where(here, order, LOWEST), axis=1)[:, None]
+        id = tl.max(tl.where(here, candidate, LOWEST), axis=1)[:, None]
+        rank += ((other > order) | ((other == order) & (id < candidate))).to(tl.int32)
+        ties += ((other == order) & (id != candidate)).to(tl.int32)
+    rank = tl.where(rank < K, rank, NOBODY)
+    last = tl.max(tl.where(rank == K - 1, order, LOWEST), axis=1)
+    tied = tl.max(tl.where(rank < K, ties, 0), axis=1) > 0
     return rank, last, tied
 
 
