@@ -22,10 +22,11 @@ from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options,
 NOT_A_KEY = tl.constexpr(-(2**31))  # below every score's key
 INFINITE_KEY = tl.constexpr(0x7F800000)
 WIDTH = tl.constexpr(32)  # entries side by side: no count of them crosses a wave of lanes
-VALUE_STEPS = tl.constexpr(3)  # first steps of a search, which divide the range of scores and not that of keys
+VALUE_STEPS = tl.constexpr(2)  # first steps of a search, which divide the range of scores and not that of keys
+FEW = tl.constexpr(4)  # keys in a range whose place is not guessed from their number
 
 PIECE = 8192  # entries a program
-LANES = 512
+LANES = 256  # 32 entries each: as many instructions go to counting, fewer to what all lanes do alike
 BLOCKS_A_PROGRAM = 256
 
 
@@ -435,7 +436,7 @@ def _narrow(keys, low, high, above, reached, k, cap, ENTRIES: tl.constexpr, CAST
     step = tl.full([], 0, tl.int32)
     while (reached > cap) & (high != low + 1):
         # two keys divide the range in three; both counts in one sum, as a piece has fewer than 2^16 entries
-        lower, upper = _thirds(low, high, step)
+        lower, upper = _probes(low, high, above, reached, k, step)
         both = tl.zeros(keys[0].shape, tl.int32)
         for n in tl.static_range(ENTRIES):
             both = _reach(both, keys[n], lower, upper, CAST)
@@ -452,14 +453,27 @@ def _narrow(keys, low, high, above, reached, k, cap, ENTRIES: tl.constexpr, CAST
 
 
 @triton.jit
-def _thirds(low, high, step):
-    """Keys above `low` and below `high`, which are not neighbours; at first thirds of the scores, then of the keys."""
+def _probes(low, high, above, reached, k, step):
+    """Two keys above `low` and below `high`, which are not neighbours.
+
+    At first thirds of the range of scores. Then keys on both sides of where the k-th would stand if keys were evenly
+    spread, half a standard deviation away; every third step, and among few keys, thirds of the range of keys, so that a
+    range shrinks however they are spread.
+    """
     span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
     third = tl.maximum(span // 3, 1).to(tl.int32, bitcast=True)
     lower, upper = low + third, high - third
-    if (step < VALUE_STEPS) & (low > dev.MINUS_INF_ORDER) & (high < INFINITE_KEY):
-        a, b = _score(low) * (1.0 / 3.0), _score(high) * (1.0 / 3.0)
-        lower, upper = _key(a + a + b), _key(a + b + b)
+    if step < VALUE_STEPS:
+        if (low > dev.MINUS_INF_ORDER) & (high < INFINITE_KEY):
+            a, b = _score(low) * (1.0 / 3.0), _score(high) * (1.0 / 3.0)
+            lower, upper = _key(a + a + b), _key(a + b + b)
+    elif (step % 3 != 2) & (reached - above >= FEW):
+        keys = (reached - above).to(tl.float32)
+        share = (k - above).to(tl.float32) / keys
+        margin = 0.35 * tl.rsqrt(keys)
+        whole = span.to(tl.float32)
+        lower = high - (whole * tl.minimum(share + margin, 0.98)).to(tl.uint32).to(tl.int32, bitcast=True)
+        upper = high - (whole * tl.maximum(share - margin, 0.02)).to(tl.uint32).to(tl.int32, bitcast=True)
     lower = tl.minimum(tl.maximum(lower, low + 1), high - 1)
     return lower, tl.minimum(tl.maximum(upper, lower), high - 1)
 
