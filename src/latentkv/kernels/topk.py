@@ -6,6 +6,8 @@ goes through several lists, which the next launch takes as its row. The last lis
 Nothing that is searched or guessed changes the result, which is unique.
 """
 
+# ruff: noqa: RUF005
+# Triton concatenates tuples and does not unpack them
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -309,7 +311,7 @@ def pick_kernel(
         tl.store(to + ranks[n], first + n * WIDTH, mask=picked)
     place = tl.arange(0, TAIL)
     there = place < found
-    if SLOTS and LAST or SOURCE == "list" or SOURCE == "kept":
+    if (SLOTS and LAST) or SOURCE == "list" or SOURCE == "kept":
         tl.debug_barrier()
         index = tl.load(to + place, mask=there, other=0)
         if SOURCE == "list" or SOURCE == "kept":
