@@ -7,6 +7,7 @@ Nothing that is searched or guessed changes the result, which is unique.
 """
 
 # ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 # Triton concatenates tuples and does not unpack them
 from __future__ import annotations
 
