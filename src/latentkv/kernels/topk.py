@@ -368,10 +368,7 @@ def _keys(scores, names, first, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: t
         return loaded
     keys = ()
     for n in tl.static_range(ENTRIES):
-        key = loaded[n]
-        if SOURCE == "row":
-            key = _key(key)
-        keys = keys + (tl.where(first < end - n * WIDTH, key, NOT_A_KEY),)
+        keys = keys + (tl.where(first < end - n * WIDTH, _key_of(loaded[n], SOURCE), NOT_A_KEY),)
     return keys
 
 
@@ -384,6 +381,15 @@ def _position(names, entry, mask, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr
         return tl.load(names + entry, mask=mask, other=0)
     else:
         return entry
+
+
+@triton.jit
+def _key_of(x, SOURCE: tl.constexpr):
+    """The key of a score; of a key itself."""
+    if SOURCE == "row":
+        return _key(x)
+    else:
+        return x
 
 
 @triton.jit

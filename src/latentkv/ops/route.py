@@ -116,6 +116,8 @@ def route_topk(
     Returns:
         weights fp32 `[M, k + num_shared]` and ids int32 `[M, k + num_shared]`, in pick order. Ids are distinct and in
         range whatever the logits are; a NaN choice counts as -inf, a NaN score weighs 0, +Inf is the largest number.
+        Choices are compared in fp32. Weights are fp64 numbers rounded once, within a unit in the last place; a score
+        that is zero in fp32 weighs 0.
 
     Raises:
         ValueError, TypeError: bad shapes, dtypes or options.
