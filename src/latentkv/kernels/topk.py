@@ -204,7 +204,7 @@ def _pick(
                 PAGE_SHIFT=_shift(page_size),
                 TAIL=triton.next_power_of_2(columns if last else cap),
                 PIECE=piece,
-                ENTRIES=_entries_a_lane(piece),
+                ENTRIES=_places(piece),
                 num_warps=_lanes(piece) // wave_size(device),
                 **options,
             )
@@ -217,8 +217,9 @@ def _lanes(piece: int) -> int:
     return min(LANES, max(128, piece // 8))
 
 
-def _entries_a_lane(piece: int) -> int:
-    return 4 if dev.INTERPRETED else piece // _lanes(piece)  # the interpreter takes as long for few as for many
+def _places(piece: int) -> int:
+    """Tensors in a program's tuple: few, as compilers take long for many; enough that counts pack four by four."""
+    return 4 if dev.INTERPRETED else min(8, piece // _lanes(piece))
 
 
 def _shift(page_size: int) -> int:
@@ -340,7 +341,7 @@ def pick_kernel(
 
 
 # A program's entries are a tuple of tensors [WIDTH, columns] in order of column, place in the tuple, and place in the
-# column. A column lies in one wave of lanes. Loads and scattered stores both take that layout, so nothing is converted.
+# column. A column lies in one wave of lanes, which has one or more of them. Loads and scattered stores both take that layout, so nothing is converted.
 
 
 @triton.jit
@@ -686,7 +687,7 @@ def _cases() -> list[TargetCase]:
             constexprs = {
                 "SOURCE": source, "LAST": last, "SLOTS": paged, "PAGED": paged, "BY_ROW": False, "BLOCK_SIZE": 8,
                 "PAGE_SHIFT": 6, "TAIL": 512 if last and paged else 2048, "PIECE": piece,
-                "ENTRIES": piece // _lanes(piece),
+                "ENTRIES": _places(piece),
             }  # fmt: skip
             label = f"{source} {piece} {'last' if last else 'to a list'}"
             add(pick_kernel, label, constexprs, _lanes(piece), variant)
