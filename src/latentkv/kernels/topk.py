@@ -341,7 +341,8 @@ def pick_kernel(
 
 
 # A program's entries are a tuple of tensors [WIDTH, columns] in order of column, place in the tuple, and place in the
-# column. A column lies in one wave of lanes, which has one or more of them. Loads and scattered stores both take that layout, so nothing is converted.
+# column. A column lies in one wave of lanes, which has one or more of them. Loads and scattered stores both take that
+# layout, so nothing is converted.
 
 
 @triton.jit
