@@ -204,8 +204,8 @@ def _pick(
                 PAGE_SHIFT=_shift(page_size),
                 TAIL=triton.next_power_of_2(columns if last else cap),
                 PIECE=piece,
-                ENTRIES=_places(piece),
-                num_warps=_lanes(piece) // wave_size(device),
+                ENTRIES=_places(piece, source),
+                num_warps=_lanes(piece, source) // wave_size(device),
                 **options,
             )
             if last:
@@ -213,13 +213,13 @@ def _pick(
             scores, names, source, count = keys, entries, "list", pieces * cap
 
 
-def _lanes(piece: int) -> int:
-    return min(LANES, max(128, piece // 8))
+def _lanes(piece: int, source: str) -> int:
+    return min(512 if source == "kept" else LANES, max(128, piece // 8))
 
 
-def _places(piece: int) -> int:
-    """Tensors in a program's tuple: few, as compilers take long for many; enough that counts pack four by four."""
-    return 4 if dev.INTERPRETED else min(8, piece // _lanes(piece))
+def _places(piece: int, source: str) -> int:
+    """Tensors in a program's tuple: as many as compilers hold in registers without spills, and few, for their time."""
+    return 4 if dev.INTERPRETED else min(8 if source == "kept" else 16, piece // _lanes(piece, source))
 
 
 def _shift(page_size: int) -> int:
@@ -688,10 +688,10 @@ def _cases() -> list[TargetCase]:
             constexprs = {
                 "SOURCE": source, "LAST": last, "SLOTS": paged, "PAGED": paged, "BY_ROW": False, "BLOCK_SIZE": 8,
                 "PAGE_SHIFT": 6, "TAIL": 512 if last and paged else 2048, "PIECE": piece,
-                "ENTRIES": _places(piece),
+                "ENTRIES": _places(piece, source),
             }  # fmt: skip
             label = f"{source} {piece} {'last' if last else 'to a list'}"
-            add(pick_kernel, label, constexprs, _lanes(piece), variant)
+            add(pick_kernel, label, constexprs, _lanes(piece, source), variant)
         add(block_keys_kernel, "blocks of 8", {"BLOCK_SIZE": 8, "TILE": BLOCKS_A_PROGRAM}, BLOCKS_A_PROGRAM, variant)
         add(sort_ids_kernel, "ids", {"TILE": 1024}, 256, variant)
     return cases
