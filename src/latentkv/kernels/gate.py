@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latentkv.kernels import device as dev
-from latentkv.kernels.launch import TargetCase, common_options, on_device
+from latentkv.kernels.launch import E4M3_CAST, TargetCase, common_options, on_device
 from latentkv.kernels.store import case_of
 
 LOWEST = tl.constexpr(-2147483648)  # below the order of -Inf
@@ -36,8 +36,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOOSE = tl.constexpr(1.0 + 2.0**-18)
 LOOSE_LN2 = tl.constexpr(0.6931471805599453 * (1.0 + 2.0**-18))
 SLACK = tl.constexpr(2.0**-20)
+MANY = 2048  # rows from which on a program takes two
 UNROLLED = tl.constexpr(16)  # partials whose loads stand in one row
 EAGER_VALUES = tl.constexpr(3840)  # 120 values a lane
+EAGER_REGISTERS = 200  # without a word about it, the assembler keeps fewer values, and loads in turns
 
 
 def route_topk(
@@ -61,6 +63,9 @@ def route_topk(
         return weights, ids
     summed = logits if logits is not None else source
     repeat, rows = gate_tile(count)
+    options = common_options(source.device)
+    if partials is not None and count <= MANY:
+        options |= eager_options(options["CAST"])
     with on_device(source):
         gate_kernel[(triton.cdiv(count, repeat * rows),)](
             source,
@@ -86,7 +91,7 @@ def route_topk(
             **shape_of(experts, k, tie_order == "lane64"),
             num_warps=1,
             num_stages=1,
-            **common_options(source.device),
+            **options,
         )
     return weights, ids
 
@@ -96,7 +101,12 @@ def gate_tile(count: int) -> tuple[int, int]:
     lanes but what reductions move."""
     if dev.INTERPRETED:  # it takes as long for one row as for many
         return 1, 64
-    return (1 if count <= 2048 else 2), 1
+    return (1 if count <= MANY else 2), 1
+
+
+def eager_options(cast: int) -> dict[str, int]:
+    """Of a launch that loads all partials before it adds; many rows rather share a multiprocessor."""
+    return {"maxnreg": EAGER_REGISTERS} if cast == E4M3_CAST else {}
 
 
 def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
@@ -624,5 +634,6 @@ def target_cases(variant: dict[str, Any]) -> list[TargetCase]:
         numbers |= {"REPEAT": repeat, "ROWS": rows, **shape_of(384, numbers["K"], lane64)}
         case = case_of(gate_kernel, label, variant, 1, _TYPES, **numbers)
         aligned = tuple(name for name in _ALIGNED if name in case.signature)
-        cases.append(replace(case, aligned=aligned, options={**case.options, "num_stages": 1}))
+        options = eager_options(variant["constexprs"]["CAST"]) if numbers["PARTIALS"] and count <= MANY else {}
+        cases.append(replace(case, aligned=aligned, options={**case.options, "num_stages": 1, **options}))
     return cases
