@@ -20,13 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from latentkv.kernels import device as dev
+from latentkv.kernels import search
 from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, on_device, wave_size
-
-NOT_A_KEY = tl.constexpr(-(2**31))  # below every score's key
-INFINITE_KEY = tl.constexpr(0x7F800000)
-WIDTH = tl.constexpr(32)  # entries side by side: no count of them crosses a wave of lanes
-VALUE_STEPS = tl.constexpr(2)  # first steps of a search, which divide the range of scores and not that of keys
-FEW = tl.constexpr(4)  # keys in a range whose place is not guessed from their number
 
 PIECE = 8192  # entries a program
 LANES = 256  # 32 entries each: as many instructions go to counting, fewer to what all lanes do alike
@@ -292,14 +287,14 @@ def pick_kernel(
         end = tl.load(counts + row) * BLOCK_SIZE
     first = piece * PIECE + _first_entries(PIECE, ENTRIES)
     keys = _keys(scores, names, first, end, length, SOURCE, BLOCK_SIZE, ENTRIES)
-    low, high, above, reached = _range(keys, end - piece * PIECE, PIECE, SOURCE, ENTRIES)
-    low, high, above, reached = _narrow(keys, low, high, above, reached, k, cap, ENTRIES, CAST)
-    low = tl.maximum(low, NOT_A_KEY + 1)
+    low, high, above, reached = search.key_range(keys, end - piece * PIECE, PIECE, SOURCE, ENTRIES)
+    low, high, above, reached = search.narrow(keys, low, high, above, reached, k, cap, ENTRIES, CAST)
+    low = tl.maximum(low, search.NOT_A_KEY + 1)
     crowded = reached > cap
     found = tl.where(crowded, k, reached)
     if crowded:  # only the first of those that equal the lowest key
-        keys = _without_late_ties(keys, low, k - above, ENTRIES)
-    ranks = _ranks(keys, low, ENTRIES)
+        keys = search.without_late_ties(keys, low, k - above, ENTRIES)
+    ranks = search.ranks_of(keys, low, ENTRIES)
     # entries first, packed; what they stand for is looked up after that, all at once
     if LAST:
         to = positions + row * columns
@@ -310,7 +305,7 @@ def pick_kernel(
         picked = keys[n] >= low
         if not LAST:
             tl.store(list_keys + ranks[n], keys[n], mask=picked)
-        tl.store(to + ranks[n], first + n * WIDTH, mask=picked)
+        tl.store(to + ranks[n], first + n * search.WIDTH, mask=picked)
     place = tl.arange(0, TAIL)
     there = place < found
     if (SLOTS and LAST) or SOURCE == "list" or SOURCE == "kept":
@@ -337,7 +332,7 @@ def pick_kernel(
             found += tl.where(newest >= 0, 1, 0)
         tl.store(to + place, -1, mask=(place >= found) & (place < columns))
     else:
-        tl.store(list_keys + place, NOT_A_KEY, mask=(place >= found) & (place < cap))
+        tl.store(list_keys + place, search.NOT_A_KEY, mask=(place >= found) & (place < cap))
 
 
 # A program's entries are a tuple of tensors [WIDTH, columns] in order of column, place in the tuple, and place in the
@@ -348,8 +343,8 @@ def pick_kernel(
 @triton.jit
 def _first_entries(PIECE: tl.constexpr, ENTRIES: tl.constexpr):
     """Offsets of the tuple's first tensor; the next are WIDTH further each."""
-    COLUMNS: tl.constexpr = PIECE // (WIDTH * ENTRIES)
-    return tl.arange(0, WIDTH)[:, None] + tl.arange(0, COLUMNS)[None, :] * (WIDTH * ENTRIES)
+    COLUMNS: tl.constexpr = PIECE // (search.WIDTH * ENTRIES)
+    return tl.arange(0, search.WIDTH)[:, None] + tl.arange(0, COLUMNS)[None, :] * (search.WIDTH * ENTRIES)
 
 
 @triton.jit
@@ -359,18 +354,20 @@ def _keys(scores, names, first, end, length, SOURCE: tl.constexpr, BLOCK_SIZE: t
     some = tl.full(first.shape, 0, tl.int32) < end
     for n in tl.static_range(ENTRIES):
         if SOURCE == "kept":
-            there = first < end - n * WIDTH
-            index = _position(names, first + n * WIDTH, there, SOURCE, BLOCK_SIZE)
+            there = first < end - n * search.WIDTH
+            index = _position(names, first + n * search.WIDTH, there, SOURCE, BLOCK_SIZE)
             there &= index < length
-            loaded = loaded + (tl.where(there, _key(tl.load(scores + index, mask=there, other=0)), NOT_A_KEY),)
+            loaded = loaded + (
+                tl.where(there, search.score_key(tl.load(scores + index, mask=there, other=0)), search.NOT_A_KEY),
+            )
         else:
             # a mask for each would be more predicates than there are, and the compiler would wait for some loads first
-            loaded = loaded + (tl.load(scores + tl.minimum(first + n * WIDTH, end - 1), mask=some, other=0),)
+            loaded = loaded + (tl.load(scores + tl.minimum(first + n * search.WIDTH, end - 1), mask=some, other=0),)
     if SOURCE == "kept":
         return loaded
     keys = ()
     for n in tl.static_range(ENTRIES):
-        keys = keys + (tl.where(first < end - n * WIDTH, _key_of(loaded[n], SOURCE), NOT_A_KEY),)
+        keys = keys + (tl.where(first < end - n * search.WIDTH, search.key_of(loaded[n], SOURCE), search.NOT_A_KEY),)
     return keys
 
 
@@ -383,176 +380,6 @@ def _position(names, entry, mask, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr
         return tl.load(names + entry, mask=mask, other=0)
     else:
         return entry
-
-
-@triton.jit
-def _key_of(x, SOURCE: tl.constexpr):
-    """The key of a score; of a key itself."""
-    if SOURCE == "row":
-        return _key(x)
-    else:
-        return x
-
-
-@triton.jit
-def _key(score):
-    """int32 in the order of the scores: -0 is +0, NaN is -inf."""
-    return dev.flipped(dev.float_bits(tl.maximum(score, float("-inf")) + 0.0))
-
-
-@triton.jit
-def _score(key):
-    """The score of a key of a finite score."""
-    return dev.bits_float(dev.flipped(key))
-
-
-@triton.jit
-def _range(keys, rest, PIECE: tl.constexpr, SOURCE: tl.constexpr, ENTRIES: tl.constexpr):
-    """The lowest key, the highest plus 1, 0, and how many keys there are; `rest` entries are left of the row."""
-    low, high = _or_top(keys[0]), keys[0]
-    ours = (keys[0] > NOT_A_KEY).to(tl.int32)
-    for n in tl.static_range(1, ENTRIES):
-        low, high = tl.minimum(low, _or_top(keys[n])), tl.maximum(high, keys[n])
-        ours += (keys[n] > NOT_A_KEY).to(tl.int32)
-    low, high = tl.reduce((tl.min(low, axis=0), tl.max(high, axis=0)), 0, _wider)
-    if SOURCE == "row" or SOURCE == "blocks":  # every entry is a key
-        count = tl.minimum(tl.maximum(rest, 0), PIECE)
-    else:
-        count = _total(ours)
-    return low, high + 1, tl.full([], 0, tl.int32), count
-
-
-@triton.jit
-def _wider(low, high, other_low, other_high):
-    return tl.minimum(low, other_low), tl.maximum(high, other_high)
-
-
-@triton.jit
-def _or_top(key):
-    """Keys, and int32's largest number instead of NOT_A_KEY."""
-    return tl.where(key > NOT_A_KEY, key, 0x7FFFFFFF)
-
-
-@triton.jit
-def _total(x):
-    return tl.sum(tl.sum(x, axis=0), axis=0)
-
-
-@triton.jit
-def _narrow(keys, low, high, above, reached, k, cap, ENTRIES: tl.constexpr, CAST: tl.constexpr):
-    """Raise `low` and lower `high` until `reached` keys are at least `low`: at least k, or all, and at most cap.
-
-    `above` keys are at least `high`, fewer than k. It ends with more than cap where keys equal to `low` are to blame.
-    """
-    step = tl.full([], 0, tl.int32)
-    while (reached > cap) & (high != low + 1):
-        # two keys divide the range in three; both counts in one sum, as a piece has fewer than 2^16 entries
-        lower, upper = _probes(low, high, above, reached, k, step)
-        both = tl.zeros(keys[0].shape, tl.int32)
-        for n in tl.static_range(ENTRIES):
-            both = _reach(both, keys[n], lower, upper, CAST)
-        both = _total(both)
-        at_lower, at_upper = both & 0xFFFF, both >> 16
-        if at_upper >= k:
-            low, reached = upper, at_upper
-        elif at_lower >= k:
-            low, reached, high, above = lower, at_lower, upper, at_upper
-        else:
-            high, above = lower, at_lower
-        step += 1
-    return low, high, above, reached
-
-
-@triton.jit
-def _probes(low, high, above, reached, k, step):
-    """Two keys above `low` and below `high`, which are not neighbours.
-
-    At first thirds of the range of scores. Then keys on both sides of where the k-th would stand if keys were evenly
-    spread, half a standard deviation away; every third step, and among few keys, thirds of the range of keys, so that a
-    range shrinks however they are spread.
-    """
-    span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
-    third = tl.maximum(span // 3, 1).to(tl.int32, bitcast=True)
-    lower, upper = low + third, high - third
-    if step < VALUE_STEPS:
-        if (low > dev.MINUS_INF_ORDER) & (high < INFINITE_KEY):
-            a, b = _score(low) * (1.0 / 3.0), _score(high) * (1.0 / 3.0)
-            lower, upper = _key(a + a + b), _key(a + b + b)
-    elif (step % 3 != 2) & (reached - above >= FEW):
-        keys = (reached - above).to(tl.float32)
-        share = (k - above).to(tl.float32) / keys
-        margin = 0.35 * tl.rsqrt(keys)
-        whole = span.to(tl.float32)
-        lower = high - (whole * tl.minimum(share + margin, 0.98)).to(tl.uint32).to(tl.int32, bitcast=True)
-        upper = high - (whole * tl.maximum(share - margin, 0.02)).to(tl.uint32).to(tl.int32, bitcast=True)
-    lower = tl.minimum(tl.maximum(lower, low + 1), high - 1)
-    return lower, tl.minimum(tl.maximum(upper, lower), high - 1)
-
-
-_REACH_CUDA: tl.constexpr = tl.constexpr("""{
-.reg .pred p, q;
-setp.ge.s32 p, $2, $3;
-setp.ge.s32 q, $2, $4;
-mov.u32 $0, $1;
-@p add.s32 $0, $0, 1;
-@q add.s32 $0, $0, 0x10000;
-}""")  # the portable form of `_reach`, of which compilers make five instructions
-
-
-@triton.jit
-def _reach(counts, key, lower, upper, CAST: tl.constexpr):
-    """Counts of the keys at least `lower`, and 2^16 times those at least `upper`, one more key seen."""
-    if CAST == dev.PORTABLE:
-        return counts + (key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16)
-    else:
-        return tl.inline_asm_elementwise(
-            _REACH_CUDA, "=&r,r,r,r,r", [counts, key, lower, upper], tl.int32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def _without_late_ties(keys, low, room, ENTRIES: tl.constexpr):
-    """Keys, of those that equal `low` only the first `room`."""
-    ties = ()
-    for n in tl.static_range(ENTRIES):
-        ties = ties + ((keys[n] == low).to(tl.int32),)
-    before = _before(ties, ENTRIES)
-    kept = ()
-    for n in tl.static_range(ENTRIES):
-        kept = kept + (tl.where((keys[n] == low) & (before[n] >= room), NOT_A_KEY, keys[n]),)
-    return kept
-
-
-@triton.jit
-def _ranks(keys, low, ENTRIES: tl.constexpr):
-    """How many keys from `low` on stand before each entry."""
-    flags = ()
-    for n in tl.static_range(ENTRIES):
-        flags = flags + ((keys[n] >= low).to(tl.int32),)
-    return _before(flags, ENTRIES)
-
-
-@triton.jit
-def _before(flags, ENTRIES: tl.constexpr):
-    """Sums of all flags (0 or 1) before each: four are scanned at once, eight bits each, as a column has 32 places."""
-    PACKS: tl.constexpr = (ENTRIES + 3) // 4
-    scans = ()
-    totals = ()
-    whole = tl.zeros([flags[0].shape[1]], tl.int32)
-    for pack in tl.static_range(PACKS):
-        packed = flags[4 * pack]
-        for n in tl.static_range(4 * pack + 1, min(4 * pack + 4, ENTRIES)):
-            packed += flags[n] << (8 * (n - 4 * pack))
-        scans = scans + (tl.cumsum(packed, axis=0) - packed,)
-        total = tl.sum(packed, axis=0)
-        totals = totals + (total,)
-        whole += (total & 0xFF) + ((total >> 8) & 0xFF) + ((total >> 16) & 0xFF) + (total >> 24)
-    start = tl.cumsum(whole, axis=0) - whole
-    before = ()
-    for n in tl.static_range(ENTRIES):
-        before = before + (start[None, :] + ((scans[n // 4] >> (8 * (n % 4))) & 0xFF),)
-        start += (totals[n // 4] >> (8 * (n % 4))) & 0xFF
-    return before
 
 
 @triton.jit
@@ -589,11 +416,11 @@ def block_keys_kernel(
     length = tl.minimum(tl.maximum(length, 0), width).to(tl.int32)
     older = block < (length + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
     STEP: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < 8 else 8
-    key = tl.full([TILE], NOT_A_KEY, tl.int32)
+    key = tl.full([TILE], search.NOT_A_KEY, tl.int32)
     at = logits + row * logits_stride + block.to(tl.int64) * BLOCK_SIZE
     for start in range(0, BLOCK_SIZE, STEP):
         score = tl.load(at[:, None] + (start + tl.arange(0, STEP))[None, :], mask=older[:, None], other=0.0)
-        key = tl.maximum(key, tl.max(_key(score), axis=1))
+        key = tl.maximum(key, tl.max(search.score_key(score), axis=1))
     tl.store(keys + row * count + block, key, mask=older)
 
 
