@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latentkv.kernels import device as dev
-from latentkv.kernels.launch import E4M3_CAST, TargetCase, common_options, on_device
+from latentkv.kernels.launch import E4M3_CAST, PORTABLE, TargetCase, common_options, on_device
 from latentkv.kernels.store import case_of
 
 LOWEST = tl.constexpr(-2147483648)  # below the order of -Inf
@@ -39,7 +39,9 @@ SLACK = tl.constexpr(2.0**-20)
 MANY = 2048  # rows from which on a program takes two
 UNROLLED = tl.constexpr(16)  # partials whose loads stand in one row
 EAGER_VALUES = tl.constexpr(3840)  # 120 values a lane
-EAGER_REGISTERS = 200  # without a word about it, the assembler keeps fewer values, and loads in turns
+# without a word about registers, NVIDIA's assembler takes few: it loads partials in turns, and spills for many picks
+EAGER_REGISTERS = 200
+PICK_REGISTERS = 168
 
 
 def route_topk(
@@ -64,8 +66,7 @@ def route_topk(
     summed = logits if logits is not None else source
     repeat, rows = gate_tile(count)
     options = common_options(source.device)
-    if partials is not None and count <= MANY:
-        options |= eager_options(options["CAST"])
+    options |= register_options(options["CAST"], partials is not None, count, k)
     with on_device(source):
         gate_kernel[(triton.cdiv(count, repeat * rows),)](
             source,
@@ -104,9 +105,11 @@ def gate_tile(count: int) -> tuple[int, int]:
     return (1 if count <= MANY else 2), 1
 
 
-def eager_options(cast: int) -> dict[str, int]:
-    """Of a launch that loads all partials before it adds; many rows rather share a multiprocessor."""
-    return {"maxnreg": EAGER_REGISTERS} if cast == E4M3_CAST else {}
+def register_options(cast: int, partials: bool, count: int, k: int) -> dict[str, int]:
+    """Of a launch that loads all partials before it adds (many rows rather share a multiprocessor) or picks many."""
+    if partials and count <= MANY and cast == E4M3_CAST:
+        return {"maxnreg": EAGER_REGISTERS}
+    return {"maxnreg": PICK_REGISTERS} if k > 8 and cast != PORTABLE else {}
 
 
 def shape_of(experts: int, k: int, lane64: bool) -> dict[str, Any]:
@@ -634,6 +637,6 @@ def target_cases(variant: dict[str, Any]) -> list[TargetCase]:
         numbers |= {"REPEAT": repeat, "ROWS": rows, **shape_of(384, numbers["K"], lane64)}
         case = case_of(gate_kernel, label, variant, 1, _TYPES, **numbers)
         aligned = tuple(name for name in _ALIGNED if name in case.signature)
-        options = eager_options(variant["constexprs"]["CAST"]) if numbers["PARTIALS"] and count <= MANY else {}
+        options = register_options(variant["constexprs"]["CAST"], numbers["PARTIALS"] > 0, count, numbers["K"])
         cases.append(replace(case, aligned=aligned, options={**case.options, "num_stages": 1, **options}))
     return cases
