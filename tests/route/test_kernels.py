@@ -13,6 +13,7 @@ from torch import Tensor
 import latentkv as lk
 from latentkv.kernels import gate
 from latentkv.kernels.launch import common_options
+from latentkv.kernels.scores import exact_score, score_bound
 from latentkv.reference import route as reference
 
 INF, NAN = float("inf"), float("nan")
@@ -107,8 +108,8 @@ def test_the_exponential_is_rounded_as_the_references_where_its_argument_is_long
 def scores_kernel(logits, bounds, scores, LOG1P: tl.constexpr, CAST: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + at)
-    tl.store(bounds + at, gate.score_bound(x, CAST))
-    score, _ = gate.exact_score(x, LOG1P)
+    tl.store(bounds + at, score_bound(x, CAST))
+    score, _ = exact_score(x, LOG1P)
     tl.store(scores + at, score)
 
 
