@@ -1,9 +1,9 @@
 """The gate of stage `route`: sqrt(softplus(logit)), top-k by it plus a bias, weights, and the sum of partials before.
 
-A row lies in parts of WIDTH experts, some in each lane. Every expert gets a cheap upper bound of its choice, packed with
-its id into one integer. Each lane sorts its own, and the largest few of all are scored exactly, those of several rows
-side by side in SLOTS lanes each. That settles a row unless the k-th exact choice is not above the bound of all that were
-left out: then every expert is scored exactly. Choices are compared as integers in the order of the floats.
+A row lies in parts of WIDTH experts, some in each lane. Every expert gets a cheap upper bound of its choice, packed
+with its id into one integer. Each lane sorts its own, and the largest few of all are scored exactly, those of several
+rows side by side in SLOTS lanes each. That settles a row unless the k-th exact choice is not above the bound of all
+that were left out: then every expert is scored exactly. Choices are compared as integers in the order of the floats.
 """
 
 # ruff: noqa: RUF005

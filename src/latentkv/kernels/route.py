@@ -5,6 +5,9 @@ adds chunks from the first to the last, so a row's bits depend on the row and th
 chunks and tiles, and a second launch (or the gate) adds; many rows are one program a tile, which walks all chunks.
 """
 
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+# Triton concatenates tuples and does not unpack them
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -29,7 +32,10 @@ SUMMED = 256  # logits a program of `sum_partials_kernel` adds
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of `logits_kernel` takes: rows and columns of the result, the step along a chunk, the launch."""
+    """What a program of `logits_kernel` takes: rows and columns of the result, the step along a chunk, the launch.
+
+    `more` columns lie beside the first, in a product of their own: a tile need not be a power of two wide.
+    """
 
     rows: int
     columns: int
@@ -37,6 +43,7 @@ class Tile:
     warps: int
     stages: int
     walk: bool = False
+    more: int = 0
 
 
 INTERPRETED_TILE = Tile(64, 128, 256, 4, 1)  # the interpreter takes as long for small tiles as for large ones
@@ -98,7 +105,8 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, tile: Tile, scale: float | None) 
     count, width = x.shape
     experts = w.shape[0]
     chunks = max(1, triton.cdiv(width, CHUNK))
-    programs = triton.cdiv(count, tile.rows) * triton.cdiv(experts, tile.columns) * (1 if tile.walk else chunks)
+    programs = triton.cdiv(count, tile.rows) * triton.cdiv(experts, tile.columns + tile.more)
+    programs *= 1 if tile.walk else chunks
     with on_device(x):
         logits_kernel[(programs,)](
             x,
@@ -117,6 +125,7 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, tile: Tile, scale: float | None) 
             PREFETCH=bulk_prefetch(x, w) and not tile.walk,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
+            MORE=tile.more,
             STEP=tile.step,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -199,6 +208,7 @@ def logits_kernel(
     PREFETCH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
     STEP: tl.constexpr,
     CAST: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -207,66 +217,99 @@ def logits_kernel(
     # bytes of an expert's weight a chunk
     CHUNK_BYTES: tl.constexpr = 512 * w.dtype.element_ty.primitive_bitwidth // 8
     program = tl.program_id(0)
-    tiles = tl.cdiv(experts, COLUMNS)
-    column = (program % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    tiles = tl.cdiv(experts, COLUMNS + MORE)
+    column = (program % tiles) * (COLUMNS + MORE)
     rest = program // tiles
     chunk = program * 0
     if not WALK:
         chunk = rest % chunks
         rest = rest // chunks
     row = rest.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live, known = row < count, column < experts
-    w_row = w + column.to(tl.int64) * w_stride
-    if PREFETCH:  # reading into the L2 cache is safe before what precedes has finished: it sees later writes
-        fetch_rows(w + tl.where(known, column, 0).to(tl.int64) * w_stride + chunk * 512, CHUNK_BYTES)
+    live = row < count
+    columns = (column + tl.arange(0, COLUMNS),)
+    if MORE:
+        columns = columns + (column + COLUMNS + tl.arange(0, MORE),)
+    w_rows, known = (), ()
+    for part in tl.static_range(len(columns)):
+        known = known + (columns[part] < experts,)
+        w_rows = w_rows + (w + columns[part].to(tl.int64) * w_stride,)
+        if PREFETCH:  # reading into the L2 cache is safe before what precedes has finished: it sees later writes
+            at = w + tl.where(columns[part] < experts, columns[part], 0).to(tl.int64) * w_stride
+            fetch_rows(at + chunk * 512, CHUNK_BYTES)
     dev.begin(OVERLAP)
     x_row = x + row * x_stride
     if WALK:
         # -0, the one start that changes no sum
-        total = dev.bits_float(tl.full([ROWS, COLUMNS], -2147483648, tl.int32))
+        totals = filled(-2147483648, ROWS, COLUMNS, MORE)
         # one loop of steps, so that loads run ahead over the end of a chunk
         for n in tl.range(0, chunks, flatten=True):
-            total += chunk_product(x_row, live, w_row, known, n * 512, width, EVEN, ROWS, COLUMNS, STEP)
-        at = out + row[:, None] * experts + column[None, :]
+            products = chunk_products(x_row, live, w_rows, known, n * 512, width, EVEN, ROWS, COLUMNS, MORE, STEP)
+            totals = sums(totals, products)
+        to = out + row * experts
     else:
-        total = chunk_product(x_row, live, w_row, known, chunk * 512, width, EVEN, ROWS, COLUMNS, STEP)
-        at = out + (chunk.to(tl.int64) * count + row)[:, None] * experts + column[None, :]
-    tl.store(at, finished(total, scale, HEAD), mask=live[:, None] & known[None, :])
+        totals = chunk_products(x_row, live, w_rows, known, chunk * 512, width, EVEN, ROWS, COLUMNS, MORE, STEP)
+        to = out + (chunk.to(tl.int64) * count + row) * experts
+    for part in tl.static_range(len(columns)):
+        at = to[:, None] + columns[part][None, :]
+        tl.store(at, finished(totals[part], scale, HEAD), mask=live[:, None] & known[part][None, :])
 
 
 @triton.jit
-def chunk_product(
-    x_row, live, w_row, known, first, width, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
+def filled(BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr):
+    """Sums of both parts' columns that start from an fp32 number."""
+    first = (dev.bits_float(tl.full([ROWS, COLUMNS], BITS, tl.int32)),)
+    if MORE:
+        return first + (dev.bits_float(tl.full([ROWS, MORE], BITS, tl.int32)),)
+    else:
+        return first
+
+
+@triton.jit
+def sums(a, b):
+    """Tensors of two tuples added."""
+    found = ()
+    for part in tl.static_range(len(a)):
+        found = found + (a[part] + b[part],)
+    return found
+
+
+@triton.jit
+def chunk_products(
+    x_row, live, w_rows, known, first, width, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MORE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[ROWS, COLUMNS]` products of 512 columns from `first` on.
+    """fp32 `[ROWS, COLUMNS]` and `[ROWS, MORE]` products of 512 columns from `first` on.
 
     An fp32 weight is the exact sum of three bf16 numbers; the products with the first are added by themselves.
     """
-    FP32: tl.constexpr = w_row.dtype.element_ty == tl.float32
-    high = tl.zeros([ROWS, COLUMNS], tl.float32)
-    low = tl.zeros([ROWS, COLUMNS], tl.float32)
+    FP32: tl.constexpr = w_rows[0].dtype.element_ty == tl.float32
+    highs = filled(0, ROWS, COLUMNS, MORE)
+    lows = filled(0, ROWS, COLUMNS, MORE)
     for step in range(0, 512, STEP):
         k = first + step + tl.arange(0, STEP)
-        if EVEN:
-            x_mask, w_mask = live[:, None], known[:, None]
-        else:
-            x_mask, w_mask = live[:, None] & (k < width)[None, :], known[:, None] & (k < width)[None, :]
+        x_mask = live[:, None]
+        if not EVEN:
+            x_mask = x_mask & (k < width)[None, :]
         rows = tl.load(x_row[:, None] + k[None, :], mask=x_mask, other=0.0)
-        weights = tl.load(w_row[:, None] + k[None, :], mask=w_mask, other=0.0)
+        new_highs, new_lows = (), ()
+        for part in tl.static_range(len(w_rows)):
+            w_mask = known[part][:, None]
+            if not EVEN:
+                w_mask = w_mask & (k < width)[None, :]
+            weights = tl.load(w_rows[part][:, None] + k[None, :], mask=w_mask, other=0.0)
+            if FP32:
+                first_part, second, third = three_parts(weights)
+                # a row's Inf times a part that is zero would be a NaN that the weight does not have
+                bits = rows.to(tl.int16, bitcast=True)
+                finite = tl.where((bits & 0x7FFF) < 0x7F80, bits, 0).to(tl.bfloat16, bitcast=True)
+                new_highs = new_highs + (product(rows, first_part, highs[part]),)
+                new_lows = new_lows + (product(finite, third, product(finite, second, lows[part])),)
+            else:
+                new_highs = new_highs + (product(rows, weights, highs[part]),)
+        highs = new_highs
         if FP32:
-            first_part, second, third = three_parts(weights)
-            # a row's Inf times a part that is zero would be a NaN that the weight does not have
-            bits = rows.to(tl.int16, bitcast=True)
-            finite = tl.where((bits & 0x7FFF) < 0x7F80, bits, 0).to(tl.bfloat16, bitcast=True)
-            high = product(rows, first_part, high)
-            low = product(finite, second, low)
-            low = product(finite, third, low)
-        else:
-            high = product(rows, weights, high)
-    if FP32:
-        high += low
-    return high
+            lows = new_lows
+    return sums(highs, lows) if FP32 else highs
 
 
 @triton.jit
@@ -359,7 +402,7 @@ def _cases() -> list[TargetCase]:
             for (tile, even), label in tiles.items():
                 head = tile.walk and not even
                 numbers = {"WALK": tile.walk, "EVEN": even, "HEAD": head, "ROWS": tile.rows, "COLUMNS": tile.columns,
-                           "STEP": tile.step,
+                           "MORE": tile.more, "STEP": tile.step,
                            "PREFETCH": even and not tile.walk and variant["constexprs"]["OVERLAP"]}  # fmt: skip
                 types = {**_TYPES, "w": f"*{name}", "out": "*bf16" if head else "*fp32"}
                 case = case_of(logits_kernel, label, variant, tile.warps, types, _ALIGNED if even else (), **numbers)

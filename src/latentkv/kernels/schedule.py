@@ -16,7 +16,7 @@ from latentkv.kernels import device as dev
 from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, on_device, wave_size
 
 SIZES_AT_ONCE = 512  # programs of the first launch, at most
-TILE = 2048  # rows at a time
+TILE, SMALL_TILE = 2048, 256  # rows at a time, and where there are no more
 SLOTS = 256  # a program of the second launch
 LANES = 256
 MOST_CHUNKS = tl.constexpr(2**31 - 1)
@@ -46,9 +46,10 @@ def _launch(lengths: Tensor, row_to_batch: Tensor | None, max_len: int, block: i
     counts = torch.empty(sizes + 1, dtype=torch.int64, device=out.device)
     batch_of = row_to_batch if row_to_batch is not None else lengths
     rows = (lengths, lengths.stride(0), lengths.shape[0])
+    constants = _constants(lengths.shape[0])
     options = {"num_warps": LANES // wave_size(out.device), **common_options(out.device)}
     with on_device(out):
-        count_shares_kernel[(sizes,)](*rows, counts, block, most, step, TILE=_constants()["TILE"], **options)
+        count_shares_kernel[(sizes,)](*rows, counts, block, most, step, TILE=constants["TILE"], **options)
         write_schedule_kernel[(triton.cdiv(slots, SLOTS),)](
             *rows,
             batch_of,
@@ -63,7 +64,7 @@ def _launch(lengths: Tensor, row_to_batch: Tensor | None, max_len: int, block: i
             next_n,
             FIELDS=out.shape[1],
             BY_ROW=row_to_batch is not None,
-            **_constants(),
+            **constants,
             **options,
         )
 
@@ -72,9 +73,9 @@ def _sizes_at_once(device: torch.device) -> int:
     return SIZES_AT_ONCE if device.type != "cpu" else 8  # interpreted programs are slow
 
 
-def _constants() -> dict[str, int]:
-    """The constexprs of the second kernel that are choices; none depends on the rows."""
-    return {"SIZES": SIZES_AT_ONCE, "TILE": TILE, "SLOTS": SLOTS}
+def _constants(rows: int) -> dict[str, int]:
+    """The constexprs of the second kernel that are choices."""
+    return {"SIZES": SIZES_AT_ONCE, "TILE": SMALL_TILE if rows <= SMALL_TILE else TILE, "SLOTS": SLOTS}
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -241,16 +242,21 @@ def _share_size(
 def _cases() -> list[TargetCase]:
     cases = []
     for variant in DEVICE_VARIANTS:
-        for kernel, fields in ((count_shares_kernel, 0), (write_schedule_kernel, 4), (write_schedule_kernel, 6)):
+        for kernel, fields, rows in (
+            (count_shares_kernel, 0, TILE),
+            (write_schedule_kernel, 4, TILE),
+            (write_schedule_kernel, 4, SMALL_TILE),
+            (write_schedule_kernel, 6, TILE),
+        ):
             names = kernel.arg_names
-            chosen = {**_constants(), "FIELDS": fields, "BY_ROW": fields == 6, **variant["constexprs"]}
+            chosen = {**_constants(rows), "FIELDS": fields, "BY_ROW": fields == 6, **variant["constexprs"]}
             constexprs = {n: chosen[n] for n in names if n in chosen}
             pointers = {"lengths": "*i32", "row_to_batch": "*i32", "counts": "*i64", "out": "*i32"}
             signature = {n: pointers.get(n, "i32") for n in names if n not in constexprs}
             cases.append(
                 TargetCase(
                     kernel,
-                    f"{fields} fields" if fields else "any",
+                    (f"{fields} fields" if fields else "any") + (", few rows" if rows == SMALL_TILE else ""),
                     signature,
                     constexprs,
                     LANES // variant.get("wave", 32),
