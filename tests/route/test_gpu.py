@@ -59,7 +59,8 @@ def test_every_tile_gives_the_same_bits(width, dtype):
     want = route._logits(x, w, None)
     small = [route.Tile(64, 32, 32, 4, 2), route.Tile(64, 64, 32, 4, 2)]  # an fp32 weight's step is always 32
     large = [route.Tile(64, 32, 64, 4, 2), route.Tile(64, 64, 64, 4, 3), route.Tile(128, 128, 64, 8, 3)]
-    large += [route.Tile(64, 128, 64, 4, 3), route.Tile(64, 64, 128, 4, 3)]
+    large += [route.Tile(64, 128, 64, 4, 3), route.Tile(64, 64, 128, 4, 3), route.Tile(64, 64, 64, 4, 3, more=16)]
+    large += [route.Tile(128, 128, 64, 8, 3, more=64), route.Tile(64, 64, 64, 4, 3, more=32)]
     for tile in small + (large if dtype == torch.bfloat16 else []):
         for walk in (False, True):
             assert torch.equal(route._logits(x, w, None, replace(tile, walk=walk)), want), (tile, walk)

@@ -150,6 +150,33 @@ def test_bounds_alone_settle_rows_without_close_choices(backend, monkeypatch, ti
     assert equal(lk.route_topk(*given, k=8, tie_order=tie_order, softplus=softplus), want)
 
 
+@pytest.mark.parametrize("tie_order", ["index", "lane64"])
+@pytest.mark.parametrize(("k", "tile"), [(6, (1, 32, 1)), (6, (4, 8, 1)), (8, (2, 16, 1)), (16, (1, 32, 1))])
+def test_rows_that_share_a_warp_are_routed_as_by_a_gpu(backend, monkeypatch, k, tile, tie_order):
+    """The interpreter else takes 64 rows at once; the last program here lacks rows."""
+    if backend.name != "interpreter":
+        pytest.skip("a GPU's own tiles are the others' subject")
+    logits, bias = logits_of(11, 384, 7), bias_of(384)
+    logits[3], logits[4] = 0.0, NAN
+    monkeypatch.setattr(gate, "gate_tile", lambda *_: tile)
+    want = reference.route_topk(logits, bias, None, k, True, 2.5, 1, tie_order, "log2")
+    assert equal(lk.route_topk(logits, bias, k=k, scale=2.5, num_shared=1, tie_order=tie_order), want)
+    partials = torch.stack((logits, torch.full_like(logits, 0.25)))
+    want = reference.route_topk(None, bias, partials, k, False, 1.0, 0, tie_order, "log2")
+    assert equal(lk.route_topk(None, bias, k=k, partials=partials, renormalize=False, tie_order=tie_order), want)
+
+
+@pytest.mark.parametrize("k", [6, 10])
+def test_candidates_that_one_lane_holds_are_all_found(backend, k):
+    """Experts 64 apart lie in one lane of either width, which sorts a few of them only."""
+    logits = logits_of(48, 384, 9).clamp(-10, 10).nan_to_num()
+    for row in range(48):
+        together = (torch.arange(row % 13) * 32 + row) % 384
+        logits[row, together] = 20.0 + torch.arange(row % 13) / 8
+    want = reference.route_topk(logits, None, None, k, True, 1.0, 0, "index", "log2")
+    assert equal(lk.route_topk(logits.to(backend.device), k=k), want)
+
+
 def test_many_shared_experts_fill_their_columns(backend):
     weights, ids = lk.route_topk(torch.zeros(3, 8, device=backend.device), k=2, num_shared=70)
     assert ids[:, 2:].tolist() == [list(range(8, 78))] * 3
@@ -173,6 +200,25 @@ def test_one_launch_and_two_give_the_same_bits(backend, dtype, width):
     for scale in (None, 0.1):
         split, walked = (route._logits(x, w, scale, replace(tile, walk=walk)) for walk in (False, True))
         assert torch.equal(split, walked)
+
+
+@pytest.mark.parametrize("walk", [False, True])
+@pytest.mark.parametrize("width", [1024, 700])
+def test_a_second_group_of_columns_is_multiplied_too(backend, width, walk):
+    """Tiles that 48 experts fill, and that 49 leave a single one for; order is NumPy's in the interpreter,
+    and on a GPU `test_every_tile_gives_the_same_bits` compares."""
+    if not backend.is_kernel:
+        pytest.skip("the reference has no tiles")
+    from latentkv.kernels import route
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(70, width, generator=generator).bfloat16()
+    for experts, columns in ((48, 32), (48, 16), (49, 32)):
+        w = torch.randn(experts, width, generator=generator).bfloat16()
+        tile = route.Tile(64, columns, 64, 4, 1, walk, 16)
+        got = route._logits(x.to(backend.device), w.to(backend.device), None, tile).cpu()
+        size = x.double().abs() @ w.double().abs().T
+        assert ((got - x.double() @ w.double().T).abs() <= size * 2.0**-20).all()
 
 
 def test_odd_weights_keep_their_values(backend):
