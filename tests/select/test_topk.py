@@ -339,6 +339,7 @@ ROWS, LENGTHS = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int32)
         (lambda: lk.select_topk(ROWS[0], LENGTHS, 1), ValueError, "logits: shape"),
         (lambda: lk.select_topk(ROWS.t(), LENGTHS, 1), ValueError, "logits: last stride"),
         (lambda: lk.select_topk(ROWS, LENGTHS[:1], 1), ValueError, "lengths: shape"),
+        (lambda: lk.select_topk(torch.empty(2, 2**30 + 1, device="meta"), LENGTHS, 1), ValueError, "at most"),
         (lambda: lk.select_topk(ROWS, LENGTHS.float(), 1), TypeError, "lengths: dtype"),
         (lambda: lk.select_topk(ROWS, LENGTHS, 1, row_to_batch=LENGTHS), ValueError, "without a page_table"),
         (

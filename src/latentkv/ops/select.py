@@ -14,6 +14,7 @@ from latentkv.reference.index import FLYDSL_SCALE_SHAPE
 
 MAX_TOPK = 2048
 MAX_LENGTH = 2**31 - 1  # of a schedule's fields
+MAX_WIDTH = 2**30  # of a row: its positions and those of a tile past its end are int32
 CHUNK_PAGES = 4  # pages of a 256-key chunk; a reader may fetch table entries one chunk ahead
 CPU_WORKERS = 1024
 WORKERS_PER_MULTIPROCESSOR = 8
@@ -216,7 +217,7 @@ def select_topk(
     """Select the k largest logits of each row, exactly.
 
     Args:
-        logits: fp32 `[T, width]`, last stride 1, any row stride.
+        logits: fp32 `[T, width]`, last stride 1, any row stride; at most 2^30 wide.
         lengths: int32 or int64 `[T]`, entries of each row, clamped to 0 ..= width; columns past it are never read.
         k: 1 to 2048.
         page_table: int32 `[B, W]`, last stride 1, to translate positions to slots; None: slots are positions.
@@ -247,7 +248,7 @@ def select_blocks(logits: Tensor, lengths: Tensor, *, blocks: int, block_size: i
     """Select the candidate blocks of each row by their largest logit.
 
     Args:
-        logits: fp32 `[T, width]`, last stride 1, any row stride.
+        logits: fp32 `[T, width]`, last stride 1, any row stride; at most 2^30 wide.
         lengths: int32 or int64 `[T]`, entries of each row, clamped to 0 ..= width; columns past it are never read.
         blocks: blocks to keep, 1 to 2048.
         block_size: consecutive positions a block, a power of two.
@@ -283,7 +284,7 @@ def select_topk_in_blocks(
     """Select the k largest logits of each row among the positions of kept blocks, exactly.
 
     Args:
-        logits: fp32 `[T, width]` by position, last stride 1, any row stride.
+        logits: fp32 `[T, width]` by position, last stride 1, any row stride; at most 2^30 wide.
         lengths: int32 or int64 `[T]`, entries of each row, clamped to 0 ..= width.
         block_ids: int32 `[T, blocks]`, last stride 1, in any order. One outside the row is skipped and one that occurs
             twice counts once.
@@ -389,6 +390,8 @@ def _logits_output(out: Tensor | None, rows: int, max_len: int, device: torch.de
 
 def _check_logits(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     logits = checks.tensor("logits", logits, ("T", "width"), (torch.float32,))
+    if logits.shape[1] > MAX_WIDTH:
+        raise ValueError(f"logits: a width of {logits.shape[1]} given, at most {MAX_WIDTH} accepted")
     return logits, checks.tensor("lengths", lengths, (logits.shape[0],), checks.INTS, logits.device, inner=False)
 
 
