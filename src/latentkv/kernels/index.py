@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latentkv.kernels import device as dev
+from latentkv.kernels import quantizers
 from latentkv.kernels.launch import DEVICE_VARIANTS, TargetCase, common_options, narrow, on_device, pair_stride, words
 from latentkv.kernels.store import ALL_WORDS, case_of
 from latentkv.layout import INDEX_DIM, INDEX_GROUP, INDEX_PAYLOAD_BYTES, IndexKeyLayout, IndexQueryLayout
@@ -378,9 +379,9 @@ def quantize_half(re, im, TWICE: tl.constexpr, HALF_EVEN: tl.constexpr, NARROW: 
     ROWS: tl.constexpr = re.shape[0]
     re, im = tl.reshape(re, [ROWS, 2, 16]), tl.reshape(im, [ROWS, 2, 16])
     if TWICE:
-        byte, exponent = dev.quantize_index_twice(re, im)
+        byte, exponent = quantizers.quantize_index_twice(re, im)
     else:
-        byte, exponent = dev.quantize_index(re, im, HALF_EVEN, NARROW)
+        byte, exponent = quantizers.quantize_index(re, im, HALF_EVEN, NARROW)
     return tl.reshape(byte, [ROWS, 32]), exponent.to(tl.uint8)
 
 

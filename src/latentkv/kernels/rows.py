@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from latentkv.kernels import device as dev
+from latentkv.kernels import quantizers
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def write_pairs(
     FUSED: tl.constexpr = LATENT and ENCODING == "v41" and NARROW == 8 and CAST == dev.E4M3_CAST
     if LATENT and not FUSED and (ENCODING == "v41" or ENCODING == "v4"):
         re, im = tl.reshape(re, [ROWS, PAIRS // 8, 8]), tl.reshape(im, [ROWS, PAIRS // 8, 8])
-        re, im = dev.fake_quant_latent(re, im, NARROW)
+        re, im = quantizers.fake_quant_latent(re, im, NARROW)
         re, im = tl.reshape(re, [ROWS, PAIRS]), tl.reshape(im, [ROWS, PAIRS])
     pair = first[:, None] + tl.arange(0, PAIRS)[None, :]
     mask = written[:, None] & (pair < LIMIT)
@@ -70,7 +71,7 @@ def write_pairs(
     if ENCODING == "bf16":
         _store_bf16(cache, data, step, pair, re, im, mask, PAGE_WORDS)
     elif ENCODING == "v4":
-        word, scale = dev.quantize_v4(
+        word, scale = quantizers.quantize_v4(
             tl.reshape(re, [ROWS, PAIRS // 32, 32]), tl.reshape(im, [ROWS, PAIRS // 32, 32]), NARROW, CAST
         )
         _store_e4m3(cache, data, step, pair, tl.reshape(word, [ROWS, PAIRS]), mask & (pair < 224), PAGE_WORDS)
@@ -86,15 +87,15 @@ def write_pairs(
         im = tl.reshape(im, [ROWS, PAIRS // SPLIT, SPLIT])
         if ENCODING == "v41":
             if FUSED:
-                word, scale = dev.quantize_latent_v41(re, im)
+                word, scale = quantizers.quantize_latent_v41(re, im)
             else:
-                word, scale = dev.quantize_v41(re, im, NARROW, CAST)
+                word, scale = quantizers.quantize_v41(re, im, NARROW, CAST)
             _store_e4m3(cache, data, step, pair, tl.reshape(word, [ROWS, PAIRS]), mask, PAGE_WORDS)
         else:
             if ENCODING == "v41_fp4":
-                byte, scale = dev.quantize_v41_fp4(re, im, NARROW, CAST)
+                byte, scale = quantizers.quantize_v41_fp4(re, im, NARROW, CAST)
             else:
-                byte, scale = dev.quantize_v41_mxfp4(re, im, NARROW, CAST)
+                byte, scale = quantizers.quantize_v41_mxfp4(re, im, NARROW, CAST)
             tl.store(cache + data + step + pair, tl.reshape(byte, [ROWS, PAIRS]), mask=mask)
         group = (first // SIZE)[:, None] + tl.arange(0, PAIRS // SIZE)[None, :]
         tl.store(scales + group, scale.to(tl.uint8), mask=written[:, None] & (group < LIMIT // SIZE))

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latentkv.kernels import device as dev
+from latentkv.kernels import quantizers
 from latentkv.kernels.launch import (
     DEVICE_VARIANTS,
     TargetCase,
@@ -465,9 +466,9 @@ def rope_fake_quant_kernel(
     SIZE: tl.constexpr = 8 if LATENT else 16
     re, im = tl.reshape(re, [ROWS, PAIRS // SIZE, SIZE]), tl.reshape(im, [ROWS, PAIRS // SIZE, SIZE])
     if LATENT:
-        re, im = dev.fake_quant_latent(re, im, NARROW)
+        re, im = quantizers.fake_quant_latent(re, im, NARROW)
     else:
-        re, im = dev.fake_quant_index(re, im, NARROW)
+        re, im = quantizers.fake_quant_index(re, im, NARROW)
     re, im = tl.reshape(re, [ROWS, PAIRS]), tl.reshape(im, [ROWS, PAIRS])
     dev.store_pairs(dev.pair_pointer(out, True), (row * (WIDTH // 2))[:, None], pair, re, im, mask, dtype, True, CAST)
 
