@@ -14,6 +14,7 @@ import latentkv as lk
 from latentkv.kernels import gate
 from latentkv.kernels.launch import common_options
 from latentkv.kernels.scores import exact_score, score_bound
+from latentkv.kernels.sorting import largest_few
 from latentkv.reference import route as reference
 
 INF, NAN = float("inf"), float("nan")
@@ -148,6 +149,33 @@ def test_bounds_alone_settle_rows_without_close_choices(backend, monkeypatch, ti
     want = reference.route_topk(logits, bias, None, 8, True, 1.0, 0, tie_order, softplus)
     given = logits.to(backend.device), bias.to(backend.device)
     assert equal(lk.route_topk(*given, k=8, tie_order=tie_order, softplus=softplus), want)
+
+
+@triton.jit
+def largest_kernel(source, out, COUNT: tl.constexpr, DEPTH: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    loaded = ()
+    for n in tl.static_range(COUNT):
+        loaded = loaded + (tl.load(source + at * COUNT + n),)  # noqa: RUF005 (Triton does not unpack tuples)
+    found = largest_few(loaded, DEPTH)
+    for n in tl.static_range(len(found)):
+        tl.store(out + at * len(found) + n, found[n])
+
+
+@pytest.mark.parametrize("depth", [1, 5, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8, 11, 12])
+def test_the_largest_of_a_lanes_keys_are_sorted(backend, count, depth):
+    """All rows of zeros and ones up to twelve keys: a network that sorts those sorts everything."""
+    if not backend.is_kernel:
+        pytest.skip("the reference sorts")
+    bits = torch.arange(4096)[:, None] >> torch.arange(count) & 1
+    keys = torch.cat(
+        (bits.int(), torch.randint(-5, 5, (4096, count), generator=torch.Generator().manual_seed(0)).int())
+    )
+    out = torch.empty(8192, min(count, depth), dtype=torch.int32, device=backend.device)
+    size = 8192 if backend.name == "interpreter" else 64
+    largest_kernel[(8192 // size,)](keys.to(backend.device), out, count, depth, size)
+    assert torch.equal(out.cpu(), keys.sort(1, descending=True).values[:, :depth])
 
 
 @pytest.mark.parametrize("tie_order", ["index", "lane64"])
