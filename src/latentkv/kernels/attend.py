@@ -36,6 +36,7 @@ from latentkv.layout import LATENT_DIM, KVLayout
 
 BF16, F32 = torch.bfloat16, torch.float32
 LOG2E = tl.constexpr(1.4426950408889634)
+BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 MERGED_ROWS = 4
 SPILLED_CONSTANTS = 80  # of the Hopper kernel: 71 with Triton 3.9, some 30 of them read a block; 18 with 3.6
 FEWEST_HOPPER_HEADS = 1  # fewer heads take the portable kernel
@@ -180,13 +181,17 @@ def hopper_kernel(heads: int) -> tuple[Any, int, int]:
 def tile(heads: int, layout: KVLayout, rdna: bool) -> dict[str, Any]:
     """Heads and rows of a block, and warps: never chosen by the batch, so that bits do not depend on it.
 
-    RDNA's matrix operands fill the registers: its shapes are those that do not spill, and load the query per block.
+    RDNA's matrix operands fill the registers: its shapes are those that do not spill, and load the query once a block;
+    Triton 3.6 does not spill with fewer heads and a query that stays.
     """
-    if rdna:
+    reload = rdna and not BEFORE_3_7
+    if reload:
         block, warps = (16, 8) if layout == KVLayout.BF16 else (32, 16)
+    elif rdna:
+        block, warps = 16, 16
     else:
         block, warps = 16 if heads <= 16 else 32, 8
-    return {"HEADS": block, "ROWS": 16, "RELOAD": rdna, "num_warps": warps}
+    return {"HEADS": block, "ROWS": 16, "RELOAD": reload, "num_warps": warps}
 
 
 @dataclass(frozen=True)
