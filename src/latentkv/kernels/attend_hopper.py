@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from latentkv.kernels.rows_hopper import (
+    DECODER_REGISTERS,
     DECODERS,
     FLAGS,
     SHARED,
@@ -25,10 +26,9 @@ from latentkv.kernels.rows_hopper import (
 
 HEADS, WARPS = 64, 8
 _LOG2E = gl.constexpr(1.4426950408889634)
-_DECODER_REGISTERS = gl.constexpr(64)
 
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
+_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
 _DENSE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 _VARYING = ["heads", "window_width", "window_capacity", "extra_width", "extra_capacity", "max_positions", "tokens",
             "splits"]  # fmt: skip
@@ -116,7 +116,7 @@ def sparse_mla_hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
-        mbarrier.init(full.index(buffer), count=2)
+        mbarrier.init(full.index(buffer), count=1)
         mbarrier.init(free.index(buffer), count=1)
     gl.warp_specialize(
         [
@@ -138,24 +138,12 @@ def sparse_mla_hopper_kernel(
                     far_last, extra_count,
                     WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
                     EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP, EXTRA,
-                    2, 2, 0, False,
-                ),
-            ),
-            (
-                decode_blocks,
-                (
-                    rows, flags, full, free,
-                    window, window_page_stride, window_data_stride, window_slots, window_capacity, near, near_last,
-                    window_count, extra, extra_page_stride, extra_data_stride, extra_slots, extra_capacity, far,
-                    far_last, extra_count,
-                    WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
-                    EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP, EXTRA,
-                    2, 2, 1, False,
+                    2, 1, 0,
                 ),
             ),
         ],
-        [DECODERS] * 2,
-        [_DECODER_REGISTERS] * 2,
+        [DECODERS],
+        [DECODER_REGISTERS],
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from latentkv.kernels.rows_hopper import (
+    DECODER_REGISTERS,
     DECODERS,
     FLAGS,
     SHARED,
@@ -27,7 +28,6 @@ from latentkv.kernels.rows_hopper import (
 HEADS, WARPS = 16, 4
 _HEADS = gl.constexpr(HEADS)
 _GROUPS = gl.constexpr(3)  # of decoding warps, and buffers
-_DECODER_REGISTERS = gl.constexpr(104)
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 _TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of rows or values, by heads
@@ -139,7 +139,7 @@ def sparse_mla_narrow_kernel(
                     far_last, extra_count,
                     WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
                     EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP, EXTRA,
-                    _GROUPS, _GROUPS, 0, True,
+                    _GROUPS, _GROUPS, 0,
                 ),
             ),
             (
@@ -151,7 +151,7 @@ def sparse_mla_narrow_kernel(
                     far_last, extra_count,
                     WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
                     EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP, EXTRA,
-                    _GROUPS, _GROUPS, 1, True,
+                    _GROUPS, _GROUPS, 1,
                 ),
             ),
             (
@@ -163,12 +163,12 @@ def sparse_mla_narrow_kernel(
                     far_last, extra_count,
                     WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
                     EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP, EXTRA,
-                    _GROUPS, _GROUPS, 2, True,
+                    _GROUPS, _GROUPS, 2,
                 ),
             ),
         ],
         [DECODERS] * 3,
-        [_DECODER_REGISTERS] * 3,
+        [DECODER_REGISTERS] * 3,
     )  # fmt: skip
 
 

@@ -23,15 +23,16 @@ FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # memory sees a conflict
 _FP4_UNITS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 8]], [[1, 0], [2, 0], [4, 0], [0, 2], [0, 4]], [[8, 0], [0, 16]], [], [16, 32]
+        [[0, 1], [0, 8], [0, 16]], [[1, 0], [2, 0], [4, 0], [0, 2], [0, 4]], [[8, 0], [16, 0]], [], [32, 32]
     )
 )
 _FP8_UNITS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 8]], [[1, 0], [2, 0], [4, 0], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [8, 64]
+        [[0, 1], [0, 8], [0, 16]], [[1, 0], [2, 0], [4, 0], [0, 2], [0, 4]], [[8, 0], [0, 32]], [], [16, 64]
     )
 )
 DECODERS = gl.constexpr(4)  # warps of a group
+DECODER_REGISTERS = gl.constexpr(104)
 
 # Eight words of two bf16 values from sixteen e2m1 codes ($8) times a pair of equal scales ($9): a code's three lower
 # bits, at 8..6 of a bf16 number, are its value times 2^-126.
@@ -107,7 +108,7 @@ def _codes(
     """Units of eight bytes of the rows from the `first` on, and each unit's scale byte; zero if a row is not valid."""
     FP4: gl.constexpr = ENCODING == "v41_fp4"
     LAYOUT: gl.constexpr = _FP4_UNITS if FP4 else _FP8_UNITS
-    slot, valid = valid_slots(slots, capacity, first, count, 16 if FP4 else 8, gl.SliceLayout(1, LAYOUT))
+    slot, valid = valid_slots(slots, capacity, first, count, 32 if FP4 else 16, gl.SliceLayout(1, LAYOUT))
     page, offset = (slot >> PAGE_SHIFT).to(gl.int64), (slot & ((1 << PAGE_SHIFT) - 1)).to(gl.int32)
     unit = gl.arange(0, 32 if FP4 else 64, gl.SliceLayout(0, LAYOUT))[None, :]
     at = cache.to(gl.pointer_type(gl.int64), bitcast=True)
@@ -140,7 +141,7 @@ def _decode(words_of, first: gl.constexpr, units, scales, ENCODING: gl.constexpr
             _BYTES, "=&r,=&r,=&r,=&r,l,r", [units, bits | (bits << 16)], (gl.int32,) * 4, is_pure=True, pack=1
         )
         even, odd = gl.join(a, c), gl.join(b, d)
-    ROWS: gl.constexpr = 16 if ENCODING == "v41_fp4" else 8
+    ROWS: gl.constexpr = 32 if ENCODING == "v41_fp4" else 16
     words_of.slice(first, ROWS).store(gl.reshape(gl.join(even, odd), [ROWS, 256]))
 
 
@@ -148,28 +149,27 @@ def _decode(words_of, first: gl.constexpr, units, scales, ENCODING: gl.constexpr
 def _fill(
     rows, flags, full, free, step, cache, page_stride, data_stride, slots, capacity, block, count,
     ENCODING: gl.constexpr, PAGE_SHIFT: gl.constexpr, DATA_STEP: gl.constexpr, SCALE_BASE: gl.constexpr,
-    SCALE_STEP: gl.constexpr, BUFFERS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    SCALE_STEP: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Decode COUNT rows of a block from the FIRST on into the buffer of its step, as soon as that is free; the first
-    codes are read before."""
-    begin, buffer = block * 64 + FIRST, step % BUFFERS
-    SIZE: gl.constexpr = 16 if ENCODING == "v41_fp4" else 8
-    _, valid = valid_slots(slots, capacity, begin, count, COUNT, _A_ROW_EACH)
+    """Decode a block into the buffer of its step, as soon as that is free; codes are read before."""
+    first, buffer = block * 64, step % BUFFERS
+    SIZE: gl.constexpr = 32 if ENCODING == "v41_fp4" else 16
+    _, valid = valid_slots(slots, capacity, first, count, 64, _A_ROW_EACH)
     units, scales = _codes(
-        cache, page_stride, data_stride, slots, capacity, begin, count, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
+        cache, page_stride, data_stride, slots, capacity, first, count, ENCODING, PAGE_SHIFT, DATA_STEP, SCALE_BASE,
         SCALE_STEP,
     )  # fmt: skip
     mbarrier.wait(free.index(buffer), (step // BUFFERS + 1) & 1)  # a new barrier lets the first round pass
-    flags.index(buffer).slice(FIRST, COUNT).store(valid.to(gl.int32))
+    flags.index(buffer).store(valid.to(gl.int32))
     words_of = reinterpreted(rows.index(buffer), gl.int32, [64, 256], SHARED_PAIRS)
-    for at in gl.static_range(SIZE, COUNT, SIZE):
+    for at in gl.static_range(SIZE, 64, SIZE):
         next_units, next_scales = _codes(
-            cache, page_stride, data_stride, slots, capacity, begin + at, count, ENCODING, PAGE_SHIFT, DATA_STEP,
+            cache, page_stride, data_stride, slots, capacity, first + at, count, ENCODING, PAGE_SHIFT, DATA_STEP,
             SCALE_BASE, SCALE_STEP,
         )  # fmt: skip
-        _decode(words_of, FIRST + at - SIZE, units, scales, ENCODING)
+        _decode(words_of, at - SIZE, units, scales, ENCODING)
         units, scales = next_units, next_scales
-    _decode(words_of, FIRST + COUNT - SIZE, units, scales, ENCODING)
+    _decode(words_of, 64 - SIZE, units, scales, ENCODING)
     hopper.fence_async_shared()
     barrier()
     mbarrier.arrive(full.index(buffer), count=1)
@@ -185,13 +185,9 @@ def decode_blocks(
     WINDOW_SCALE_BASE: gl.constexpr, WINDOW_SCALE_STEP: gl.constexpr, EXTRA_ENCODING: gl.constexpr,
     EXTRA_PAGE_SHIFT: gl.constexpr, EXTRA_DATA_STEP: gl.constexpr, EXTRA_SCALE_BASE: gl.constexpr,
     EXTRA_SCALE_STEP: gl.constexpr, EXTRA: gl.constexpr, BUFFERS: gl.constexpr, GROUPS: gl.constexpr,
-    GROUP: gl.constexpr, TURNS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One group's work: its part of every block, or with TURNS every GROUPS-th block; the window's come first."""
-    EACH: gl.constexpr = GROUPS if TURNS else 1
-    OWN: gl.constexpr = GROUP if TURNS else 0
-    COUNT: gl.constexpr = 64 if TURNS else 64 // GROUPS
-    FIRST: gl.constexpr = 0 if TURNS else COUNT * GROUP
+    """Decode every GROUPS-th block from the GROUP-th on: the window's, then the extra rows'."""
     # the slots are then in the L1 cache and the rows on their way to L2
     if GROUP == 0:
         _prefetch(
@@ -203,24 +199,22 @@ def decode_blocks(
             extra, extra_page_stride, extra_slots, extra_capacity, far, extra_count,
             EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
         )  # fmt: skip
-    step = OWN
-    for block in range(near + OWN, near_last, EACH):
+    step = GROUP
+    for block in range(near + GROUP, near_last, GROUPS):
         _fill(
             rows, flags, full, free, step, window, window_page_stride, window_data_stride, window_slots,
             window_capacity, block, window_count,
-            WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP,
-            BUFFERS, FIRST, COUNT,
+            WINDOW_ENCODING, WINDOW_PAGE_SHIFT, WINDOW_DATA_STEP, WINDOW_SCALE_BASE, WINDOW_SCALE_STEP, BUFFERS,
         )  # fmt: skip
-        step += EACH
+        step += GROUPS
     if EXTRA:
-        for block in range(far + step - (near_last - near), far_last, EACH):
+        for block in range(far + step - (near_last - near), far_last, GROUPS):
             _fill(
                 rows, flags, full, free, step, extra, extra_page_stride, extra_data_stride, extra_slots,
                 extra_capacity, block, extra_count,
-                EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP,
-                BUFFERS, FIRST, COUNT,
+                EXTRA_ENCODING, EXTRA_PAGE_SHIFT, EXTRA_DATA_STEP, EXTRA_SCALE_BASE, EXTRA_SCALE_STEP, BUFFERS,
             )  # fmt: skip
-            step += EACH
+            step += GROUPS
 
 
 @gluon.jit
