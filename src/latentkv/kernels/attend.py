@@ -7,7 +7,6 @@ values add up, and the inverse rotation at the end turns registers that sit side
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latentkv.kernels import attend_hopper, attend_narrow, rows_hopper
+from latentkv.kernels import attend_hopper
 from latentkv.kernels import device as dev
 from latentkv.kernels.launch import (
     DEVICE_VARIANTS,
@@ -38,9 +37,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 LOG2E = tl.constexpr(1.4426950408889634)
 BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 MERGED_ROWS = 4
-SPILLED_CONSTANTS = 80  # of the Hopper kernel: 71 with Triton 3.9, some 30 of them read a block; 18 with 3.6
-FEWEST_HOPPER_HEADS = 1  # fewer heads take the portable kernel
-NARROW_HEADS = attend_narrow.HEADS  # up to which Hopper's kernel for few heads is taken
+SPILLED_CONSTANTS = 64  # of the Hopper kernel, most in its loops with Triton 3.9; 3.6 spills at most four, outside them
+FEWEST_HOPPER_HEADS = 16  # a tile of 64 heads, three quarters empty, is still the faster one
 
 
 def sparse_mla(
@@ -84,8 +82,7 @@ def sparse_mla(
         if is_hopper(query.device) and heads >= FEWEST_HOPPER_HEADS and near.fits_hopper() and far.fits_hopper():
             flags["EXTRA"] = far.slots.shape[1] > 0
             where = {**near.constants("WINDOW"), **far.constants("EXTRA")}
-            kernel, block, warps = hopper_kernel(heads)
-            kernel[(tokens * triton.cdiv(heads, block), splits)](
+            attend_hopper.sparse_mla_hopper_kernel[(tokens * triton.cdiv(heads, attend_hopper.HEADS), splits)](
                 query,
                 query.stride(0),
                 query.stride(1),
@@ -95,9 +92,9 @@ def sparse_mla(
                 scale,
                 *_ending(query, *ending, in_pairs=False),
                 *last,
-                **{k: v for k, v in where.items() if k in kernel.arg_names},
+                **{k: v for k, v in where.items() if k in attend_hopper.sparse_mla_hopper_kernel.arg_names},
                 **flags,
-                num_warps=warps,
+                num_warps=attend_hopper.WARPS,
                 enable_fp_fusion=False,
                 launch_pdl=True,
             )
@@ -171,13 +168,6 @@ def _merge(
         )
 
 
-def hopper_kernel(heads: int) -> tuple[Any, int, int]:
-    """Hopper's kernel for a number of heads, the heads of its tile and its warps."""
-    if heads <= NARROW_HEADS:
-        return attend_narrow.sparse_mla_narrow_kernel, attend_narrow.HEADS, attend_narrow.WARPS
-    return attend_hopper.sparse_mla_hopper_kernel, attend_hopper.HEADS, attend_hopper.WARPS
-
-
 def tile(heads: int, layout: KVLayout, rdna: bool) -> dict[str, Any]:
     """Heads and rows of a block, and warps: never chosen by the batch, so that bits do not depend on it.
 
@@ -203,9 +193,9 @@ class _Segment:
     page_size: int
 
     def fits_hopper(self) -> bool:
-        """Whether `rows_hopper` decodes the layout, and every row begins at a multiple of 16 bytes."""
+        """Whether `attend_hopper` decodes the layout, and every row begins at a multiple of 16 bytes."""
         aligned = self.cache.data_ptr() % 16 == 0 and self.cache.stride(0) % 16 == 0
-        return aligned and self.layout.split.name in rows_hopper.ENCODINGS
+        return aligned and self.layout.split.name in attend_hopper.ENCODINGS
 
     def arguments(self, unit: int) -> tuple[Any, ...]:
         """In the kernel's order, `unit` bytes being what it reads at a time; without lengths, theirs are never read."""
@@ -604,13 +594,12 @@ def _cases() -> list[TargetCase]:
     hopper = next(v for v in DEVICE_VARIANTS if v["targets"] == ("sm90",))
     for near, far in _HOPPER_PAIRS:
         where = _constants(near, far)
-        for heads, partial in itertools.product((16, 64), (False, True)):
-            kernel, block, warps = hopper_kernel(heads)
+        for partial in (False, True):
             types = {**_TYPES, "out": "*fp32" if partial else "*bf16"}
-            label = f"sparse_mla {near} + {far} x{block}" + (" partial" if partial else "")
+            label = f"sparse_mla {near} + {far} x64" + (" partial" if partial else "")
             numbers = {**where, "EXTRA": True, "SINK": not partial, "ROTATE": not partial}
-            strides = (*_STRIDES, "query_stride", "head_stride")
-            case = case_of(kernel, label, hopper, warps, types, strides, **numbers)
+            kernel, strides = attend_hopper.sparse_mla_hopper_kernel, (*_STRIDES, "query_stride", "head_stride")
+            case = case_of(kernel, label, hopper, attend_hopper.WARPS, types, strides, **numbers)
             cases.append(replace(case, spills_allowed=SPILLED_CONSTANTS))
     for variant in DEVICE_VARIANTS:
         types = {**_TYPES, "out": "*bf16"}
