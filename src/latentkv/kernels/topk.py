@@ -42,6 +42,7 @@ def select_topk(
 def select_blocks(logits: Tensor, lengths: Tensor, blocks: int, block_size: int) -> Tensor:
     """Launch `block_keys_kernel`, then `pick_kernel` over the keys; the newest block follows what is picked."""
     rows, width = logits.shape
+    block_size = min(block_size, triton.next_power_of_2(max(1, width)))  # a larger one would be walked in vain
     count = triton.cdiv(width, block_size)
     keys = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
     if rows and count and blocks > 1:
@@ -76,6 +77,7 @@ def select_topk_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Launch `sort_ids_kernel`, then `pick_kernel` over the positions of the ids."""
     rows, width = logits.shape
+    block_size = min(block_size, triton.next_power_of_2(max(1, width)))
     blocks = triton.cdiv(width, block_size)
     kept = min(block_ids.shape[1], blocks)
     pages = _Pages(page_table, row_to_batch, page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,10 +45,20 @@ def define(
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, _lazy(stage, kernel) if kernel else reference, "CUDA")
+    LIBRARY.impl(name, _without_gradient(reference), "CPU")
+    LIBRARY.impl(name, _lazy(stage, kernel) if kernel else _without_gradient(reference), "CUDA")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # results never require a gradient
     torch.library.register_fake(f"latentkv::{name}", fake, lib=LIBRARY)
     OPS[name] = OpRecord(name, stage, kernel)
+
+
+def _without_gradient(reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reference)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return reference(*args, **kwargs)
+
+    return call
 
 
 def _lazy(stage: str, kernel: str) -> Callable[..., Any]:

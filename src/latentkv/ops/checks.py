@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,11 +21,13 @@ _checked: ContextVar[bool] = ContextVar("latentkv_checked", default=False)
 
 @contextmanager
 def checked(enabled: bool = True) -> Iterator[None]:
-    """Have ops also check the *values* of slots and positions, and raise instead of skipping.
+    """Have ops also check *values* that they would otherwise skip or clamp, and raise instead.
 
-    Outside this context a slot past the cache writes nothing and reads zeros, and a position past the table reads row
-    0, because looking at values would synchronize the device. Inside, both raise `ValueError` before any byte changes.
-    -1 stays legal as the slot of a skipped row. Not usable while a graph is captured or traced.
+    Outside this context a slot past the cache writes nothing and reads zeros, a position past the table reads row 0, a
+    pair whose request has no state is skipped, and a page outside the cache reads as zero keys, because looking at
+    values would synchronize the device. Inside, all four raise `ValueError` before any byte changes. -1 stays legal as
+    the slot of a skipped row. Selections translate page tables as they are. Not usable while a graph is captured or
+    traced.
 
     Args:
         enabled: False switches an outer context off.
@@ -82,11 +86,51 @@ def tensor(
     return x
 
 
+def integer(name: str, x: object, least: int, most: int | None = None) -> int:
+    """Check an integer argument of any integer type and return it as an `int`.
+
+    Raises:
+        TypeError: not an integer; a bool and a tensor, whose value would have to come from its device, are none.
+        ValueError: outside the range.
+    """
+    if not isinstance(x, int) or isinstance(x, bool):
+        if isinstance(x, bool | Tensor) or not hasattr(x, "__index__"):
+            raise TypeError(f"{name}: {type(x).__name__} given, an integer needed")
+        x = operator.index(x)
+    if x < least or (most is not None and x > most):
+        wanted = f"at least {least} needed" if most is None else f"{least} to {most} accepted"
+        raise ValueError(f"{name}: {x} given, {wanted}")
+    return x
+
+
+def power_of_two(name: str, x: object, least: int = 1) -> int:
+    """Check an argument that must be a power of two."""
+    x = integer(name, x, -(2**63))
+    if x < least or x & (x - 1):
+        raise ValueError(f"{name}: {x} given, a power of two{f' of at least {least}' if least > 1 else ''} needed")
+    return x
+
+
+def number(name: str, x: object) -> float:
+    """Check a number and return it as a `float`."""
+    if isinstance(x, str | Tensor) or not (hasattr(x, "__float__") or hasattr(x, "__index__")):
+        raise TypeError(f"{name}: {type(x).__name__} given, a number needed")
+    return float(x)  # type: ignore[arg-type]
+
+
+def fp32(name: str, x: object) -> float:
+    """Check a number that is finite in fp32 and return it rounded to that."""
+    # on the CPU whatever the default device is: nothing waits for a GPU
+    value = torch.tensor(number(name, x), dtype=torch.float32, device="cpu").item()
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: {x} given, a finite number needed")
+    return value
+
+
 def kv_cache(cache: object, layout: KVLayout | str, page_size: int, *, name: str = "cache") -> tuple[Tensor, KVLayout]:
     """Check a key-value cache against its layout; returns the cache and the parsed layout."""
     layout = KVLayout.parse(layout)
-    if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(f"page_size: {page_size!r} given, a power of two needed")
+    page_size = power_of_two("page_size", page_size)
     cache = tensor(name, cache, ("num_pages", "page_stride"), (torch.uint8,))
     need = layout.page_bytes(page_size)
     if cache.shape[1] < need or (cache.shape[0] > 1 and cache.stride(0) < need):
@@ -148,16 +192,49 @@ def latent_rows(
     return tensor(name, x, ("n", LATENT_DIM), dtypes, device)
 
 
-def output(name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Check a preallocated output."""
-    return tensor(name, x, shape, (dtype,), device)
+def output(name: str, x: object, shape: tuple[int | str, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Check a tensor that is written in place: no two of its elements may share memory."""
+    x = tensor(name, x, shape, (dtype,), device)
+    extent = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(f"{name}: strides {x.stride()} of shape {list(x.shape)} given, elements overlap")
+            extent += stride * (size - 1)
+    return x
+
+
+def apart(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that a written tensor shares no memory with one that is read."""
+    if written.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return
+
+    def span(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+        first = x.storage_offset() * x.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return first, first + (last + 1) * x.element_size()
+
+    (a, b), (c, d) = span(written), span(other)
+    if written.numel() and other.numel() and a < d and c < b:
+        raise ValueError(f"{name}: overlaps {other_name}, which is still read when it is written")
+
+
+def requests(x: object, raw_slots: Tensor, state_rows: int, ring: int) -> Tensor:
+    """Check requests `[count]`; in checked mode every row that is not padded must have a request with state rows."""
+    x = tensor("requests", x, (raw_slots.shape[0],), INTS, raw_slots.device, inner=False)
+    if is_checked():
+        foreign = x[(raw_slots > 0) & ((x < 0) | (x >= state_rows // ring))]
+        if foreign.numel():
+            raise ValueError(f"requests: {int(foreign[0])} has no rows in a state of {state_rows} (ring {ring})")
+    return x
 
 
 def eps_value(eps: float) -> float:
     """Check a norm's epsilon."""
-    if not 0.0 <= float(eps) < float("inf"):
+    value = number("eps", eps)
+    if not 0.0 <= value < float("inf"):
         raise ValueError(f"eps: {eps} given, a finite number >= 0 needed")
-    return float(eps)
+    return value
 
 
 def same_device(device: torch.device, **others: Tensor) -> None:

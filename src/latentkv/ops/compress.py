@@ -108,16 +108,18 @@ def compress2(
 
     A token at an even position is parked in the state. One at an odd position pools with its predecessor: the previous
     row of its request in this call, or the state. The latent stands for the pair's first token, whose position rotates
-    it. Semantics: sglang's `c2_decode_norm_rope_store`; the exponential is `numerics.exp_nonpositive`.
+    it. The norm's exception is that of `norm_rope_store_kv`. Semantics: sglang's `c2_decode_norm_rope_store`; the
+    exponential is `numerics.exp_nonpositive`.
     """
     rows, count, device = _pair_rows(rows)
-    state = _pair_state("state", state, 2 * LATENT_DIM, ring, device)
+    state, ring = _pair_state("state", state, 2 * LATENT_DIM, ring, device)
     weight, cache, layout, freqs, positions = _common(weight, cache, layout, page_size, freqs, positions, count, device)
-    if draft_len < 1 or count % draft_len:
+    draft_len = checks.integer("draft_len", draft_len, 1)
+    if count % draft_len:
         raise ValueError(f"draft_len: {draft_len} does not divide {count} rows")
     if ring < draft_len + 1:
         raise ValueError(f"ring: {ring} given, at least draft_len + 1 = {draft_len + 1} needed")
-    raw_slots, requests = _raw(raw_slots, requests, count, device, cache, page_size)
+    raw_slots, requests = _raw(raw_slots, requests, count, state, ring, cache, page_size)
     out = _latents(out, count, device)
     torch.ops.latentkv.compress2(
         rows, state, weight, cache, raw_slots, positions, requests, freqs, checks.eps_value(eps), layout.name,
@@ -156,7 +158,8 @@ def compress2_prefill(
         requests: as in `compress2`.
         freqs: as in `compress2`.
         first_row: int32 `[R]`, each request's first row.
-        row_count: int32 `[R]`, its rows; a negative count is 0.
+        row_count: int32 `[R]`, its rows; a negative count is 0. Rows outside the call are ignored, and a row that no
+            request names is pooled but not parked.
         eps: added to the mean square.
         layout: the cache's `KVLayout`.
         page_size: rows a page.
@@ -170,12 +173,13 @@ def compress2_prefill(
         ValueError, TypeError: bad shapes, strides, dtypes or ring.
 
     A token at an odd position pools with the row before it if that is the same request's previous position and not
-    padded, otherwise with the state. Semantics: sglang's ratio-2 prefill compressor.
+    padded, otherwise with the state. The norm's exception is that of `norm_rope_store_kv`. Semantics: sglang's ratio-2
+    prefill compressor.
     """
     rows, count, device = _pair_rows(rows)
-    state = _pair_state("state", state, 2 * LATENT_DIM, ring, device)
+    state, ring = _pair_state("state", state, 2 * LATENT_DIM, ring, device)
     weight, cache, layout, freqs, positions = _common(weight, cache, layout, page_size, freqs, positions, count, device)
-    raw_slots, requests = _raw(raw_slots, requests, count, device, cache, page_size)
+    raw_slots, requests = _raw(raw_slots, requests, count, state, ring, cache, page_size)
     first_row = checks.tensor("first_row", first_row, ("R",), (torch.int32,), device, inner=False)
     row_count = checks.tensor("row_count", row_count, (first_row.shape[0],), (torch.int32,), device, inner=False)
     out = _latents(out, count, device)
@@ -207,15 +211,16 @@ def pool_pairs(
         positions: int32 or int64 `[n]`, token positions.
         raw_slots: int32 or int64 `[n]`; 0 or less marks a padded row, which leaves the state alone.
         slots: int32 or int64 `[n]`, slots of the latents.
-        requests: int32 or int64 `[n]`; of a padded row it may be anything.
+        requests: int32 or int64 `[n]`; of a padded row it may be anything, and a row whose request has no state counts
+            as padded.
         state_kv: fp32 `[state_rows, 512]`, written in place at request * ring + position % ring for even positions.
         state_score: fp32 `[state_rows, 512]`, likewise.
-        pad_row: a spare state row that padded rows read.
+        pad_row: a spare state row, which padded rows read in the reference and no row writes.
         ring: state rows a request, a power of two.
 
     Returns:
-        pooled fp32 `[n, 512]` (zeros for even positions and padded rows), the positions of the groups (position - 1
-        for odd ones), and max(slot, 0).
+        pooled fp32 `[n, 512]` (zeros for even positions and padded rows), the positions of the groups `[n]` in
+        `positions`' dtype (position - 1 for odd ones), and max(slot, 0), `[n]` in `slots`' dtype.
 
     Raises:
         ValueError, TypeError: bad shapes, strides, dtypes, ring or pad row.
@@ -226,15 +231,15 @@ def pool_pairs(
     kv = checks.latent_rows("kv", kv, F32)
     count, device = kv.shape[0], kv.device
     score = checks.tensor("score", score, (count, LATENT_DIM), F32, device)
-    ints = {"positions": positions, "raw_slots": raw_slots, "slots": slots, "requests": requests}
+    ints = {"positions": positions, "raw_slots": raw_slots, "slots": slots}
     for name, x in ints.items():
         checks.tensor(name, x, (count,), checks.INTS, device, inner=False)
-    state_kv = _pair_state("state_kv", state_kv, LATENT_DIM, ring, device)
-    state_score = _pair_state("state_score", state_score, LATENT_DIM, ring, device)
+    state_kv, ring = _pair_state("state_kv", state_kv, LATENT_DIM, ring, device)
+    state_score, ring = _pair_state("state_score", state_score, LATENT_DIM, ring, device)
+    requests = checks.requests(requests, raw_slots, state_kv.shape[0], ring)
     if state_score.shape != state_kv.shape:
         raise ValueError(f"state_score: {state_score.shape[0]} rows given, {state_kv.shape[0]} as state_kv needed")
-    if not 0 <= pad_row < state_kv.shape[0]:
-        raise ValueError(f"pad_row: {pad_row} is not one of the {state_kv.shape[0]} state rows")
+    pad_row = checks.integer("pad_row", pad_row, 0, state_kv.shape[0] - 1)
     return torch.ops.latentkv.pool_pairs(
         kv, score, positions, raw_slots, slots, requests, state_kv, state_score, pad_row, ring
     )
@@ -262,18 +267,17 @@ def _pair_rows(rows: Tensor) -> tuple[Tensor, int, torch.device]:
     return rows, rows.shape[0], rows.device
 
 
-def _pair_state(name: str, state: Tensor, width: int, ring: int, device: torch.device) -> Tensor:
-    if ring < 2 or ring & (ring - 1):
-        raise ValueError(f"ring: {ring} given, a power of two of at least 2 needed")
-    return checks.tensor(name, state, ("state_rows", width), F32, device)
+def _pair_state(name: str, state: Tensor, width: int, ring: int, device: torch.device) -> tuple[Tensor, int]:
+    ring = checks.power_of_two("ring", ring, 2)
+    return checks.output(name, state, ("state_rows", width), torch.float32, device), ring
 
 
 def _raw(
-    raw_slots: Tensor, requests: Tensor, count: int, device: torch.device, cache: Tensor, page_size: int
+    raw_slots: Tensor, requests: Tensor, count: int, state: Tensor, ring: int, cache: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
     capacity = 2 * cache.shape[0] * page_size
-    raw_slots = checks.slots(raw_slots, count, device, capacity, 2 * page_size, name="raw_slots")
-    return raw_slots, checks.tensor("requests", requests, (count,), checks.INTS, device, inner=False)
+    raw_slots = checks.slots(raw_slots, count, state.device, capacity, 2 * page_size, name="raw_slots")
+    return raw_slots, checks.requests(requests, raw_slots, state.shape[0], ring)
 
 
 def _latents(out: Tensor | None, count: int, device: torch.device) -> Tensor:

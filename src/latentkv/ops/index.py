@@ -104,12 +104,11 @@ def new_index_key_cache(
         The cache; page 0's slot 0 is the padded rows' and is never written by `store_index_key`.
 
     Raises:
-        ValueError: an unknown layout, a page size that it does not have, a negative number of pages.
+        ValueError, TypeError: an unknown layout, a page size that it does not have, a negative number of pages.
     """
     layout = IndexKeyLayout.parse(layout)
-    need = layout.page_bytes(page_size)
-    if num_pages < 0:
-        raise ValueError(f"num_pages: {num_pages} is negative")
+    need = layout.page_bytes(checks.integer("page_size", page_size, 1))
+    num_pages = checks.integer("num_pages", num_pages, 0)
     if layout is IndexKeyLayout.FUSED:
         return IndexKeyCache(torch.zeros(num_pages, need, dtype=torch.uint8, device=device), None, layout, page_size)
     payload = torch.zeros(num_pages, 1, 4, 64, 16, dtype=torch.uint8, device=device)
@@ -157,8 +156,7 @@ def store_index_key(
     slots = checks.slots(slots, count, device, cache.capacity, cache.page_size)
     freqs = checks.freqs(freqs, device)
     positions = checks.positions(positions, count, device, freqs)
-    if ratio < 1 or ratio & (ratio - 1):
-        raise ValueError(f"ratio: {ratio} given, a power of two needed")
+    ratio = checks.power_of_two("ratio", ratio)
     torch.ops.latentkv.store_index_key(
         values, weight, cache.payload, cache.scale, slots, positions, freqs, checks.eps_value(eps), ratio, *_form(cache)
     )
@@ -295,7 +293,7 @@ def pack_index_query_weights(
     if weights_dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"weights_dtype: {weights_dtype} given, bfloat16 or float32 accepted")
     return torch.ops.latentkv.pack_index_query_weights(
-        query, freqs, positions, partials, float(scale), layout.value, weights_dtype
+        query, freqs, positions, partials, checks.fp32("scale", scale), layout.value, weights_dtype
     )
 
 

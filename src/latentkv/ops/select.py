@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from latentkv._text import error_line
 from latentkv.layout import INDEX_PAYLOAD_BYTES, IndexQueryLayout
 from latentkv.ops import checks
 from latentkv.ops._library import define
-from latentkv.ops.index import MAX_INDEX_HEADS, IndexKeyCache, check_cache
+from latentkv.ops.index import HEAD_TILE, MAX_INDEX_HEADS, IndexKeyCache, check_cache
 from latentkv.reference import select as reference
 from latentkv.reference.index import FLYDSL_SCALE_SHAPE
 
@@ -27,24 +28,24 @@ def pad_page_table(
 
     Args:
         table: int32 or int64 `[rows, width]`, any strides.
-        bucket: the padded width is a multiple of this, and at least 4.
+        bucket: the padded width is the next multiple of this, or 4 where that is more.
         columns: least columns of the result, None for no demand; they do not widen the logits.
         page_size: keys a page.
 
     Returns:
         The table int32 `[rows, padded width + 4 or columns]`, zero past `width`, and the keys that the padded width
-        holds: the width of the logits.
+        holds: the width of the logits. A page that int32 does not hold becomes -1, which no cache has.
 
     Raises:
-        ValueError, TypeError: a bad table, a bucket below 1.
+        ValueError, TypeError: a bad table, a bucket or page size below 1.
 
     Semantics: sglang's `pad_page_table`.
     """
     table = checks.tensor("table", table, ("rows", "width"), checks.INTS, inner=False)
-    if bucket < 1:
-        raise ValueError(f"bucket: {bucket} given, at least 1 needed")
+    bucket, page_size = checks.integer("bucket", bucket, 1), checks.integer("page_size", page_size, 1)
+    columns = 0 if columns is None else checks.integer("columns", columns, 0)
     padded = max(CHUNK_PAGES, -(-table.shape[1] // bucket) * bucket)
-    wide = torch.ops.latentkv.pad_page_table(table, max(padded + CHUNK_PAGES, columns or 0))
+    wide = torch.ops.latentkv.pad_page_table(table, max(padded + CHUNK_PAGES, columns))
     return wide, padded * page_size
 
 
@@ -60,11 +61,16 @@ def schedule_workers(rows: int, max_len: int, *, device: torch.device | str | No
     Returns:
         At least `rows * next_n` and a multiple of `next_n`: one unit for each 256 keys of each row, but no more than 8
         for each multiprocessor or 4 for each row, whichever is more. On the CPU 1024 stands for the former.
+
+    Raises:
+        ValueError, TypeError: a negative count, `next_n` below 1, a device that is not there.
+
+    The number is this library's choice; the schedules that it sizes are aiter's and sglang's.
     """
-    total = rows * next_n
-    device = torch.device(device) if device is not None else torch.device("cpu")
+    next_n, max_len = checks.integer("next_n", next_n, 1), checks.integer("max_len", max_len, 0)
+    total = checks.integer("rows", rows, 0) * next_n
     fill = CPU_WORKERS
-    if device.type == "cuda":
+    if device is not None and (device := _device(device)).type == "cuda":
         fill = WORKERS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
     workers = min(total * max(1, -(-max_len // 256)), max(fill, 4 * total))
     return workers // next_n * next_n
@@ -96,11 +102,12 @@ def decode_schedule(
     Semantics: the variable-length schedule of aiter and sglang's `build_decode_schedule`, bit by bit.
     """
     lengths = checks.tensor("lengths", lengths, ("B",), checks.INTS, inner=False)
-    if next_n < 1 or workers % next_n:
+    next_n = checks.integer("next_n", next_n, 1)
+    workers, block, max_len = _check_schedule(workers, lengths.shape[0] * next_n, block, max_len)
+    if workers % next_n:
         raise ValueError(f"workers: {workers} given, a multiple of next_n = {next_n} needed")
-    _check_schedule(workers, lengths.shape[0] * next_n, block)
     out = _schedule_output(out, workers, 4, lengths.device)
-    torch.ops.latentkv.decode_schedule(lengths, min(max_len, MAX_LENGTH), block, next_n, out)
+    torch.ops.latentkv.decode_schedule(lengths, max_len, block, next_n, out)
     return out
 
 
@@ -135,9 +142,9 @@ def prefill_schedule(
     if row_to_batch is not None:
         shape = (lengths.shape[0],)
         row_to_batch = checks.tensor("row_to_batch", row_to_batch, shape, checks.INTS, lengths.device, inner=False)
-    _check_schedule(workers, lengths.shape[0], block)
+    workers, block, max_len = _check_schedule(workers, lengths.shape[0], block, max_len)
     out = _schedule_output(out, workers, 6, lengths.device)
-    torch.ops.latentkv.prefill_schedule(lengths, row_to_batch, min(max_len, MAX_LENGTH), block, out)
+    torch.ops.latentkv.prefill_schedule(lengths, row_to_batch, max_len, block, out)
     return out
 
 
@@ -163,8 +170,8 @@ def index_logits(
         page_table: int32 `[B, W]`, last stride 1: pages of each sequence. Entries that no length reaches are never
             looked at; a page outside the cache reads as zero keys.
         lengths: int32 or int64 `[T]`, keys a row sees, clamped to 0 ..= min(max_len, W * page_size).
-        schedule: what `decode_schedule` or `prefill_schedule` returned for these lengths. It may share the work of a
-            GPU and never changes a logit; None lets the kernel choose.
+        schedule: what `decode_schedule` or `prefill_schedule` returned for these lengths. It never changes a logit, and
+            this version's kernels share out their work without it.
         max_len: columns; `W * page_size` if None.
         fill: whether columns past a row's length become -inf; otherwise they are left as they are.
         row_to_batch: int32 or int64 `[T]`, the page-table row of each row; a row outside the table sees no key. None:
@@ -239,8 +246,8 @@ def select_topk(
     Semantics: DeepSeek-V4.1's index selection; upstream leaves order and ties open, this library does not.
     """
     logits, lengths = _check_logits(logits, lengths)
-    _check_count("k", k)
-    row_to_batch = _check_table(page_table, row_to_batch, logits.shape[0], logits.device, page_size)
+    k, page_size = checks.integer("k", k, 1, MAX_TOPK), checks.integer("page_size", page_size, 1)
+    row_to_batch = _check_table(page_table, row_to_batch, logits.shape[0], logits.device)
     return torch.ops.latentkv.select_topk(logits, lengths, k, page_table, row_to_batch, page_size)
 
 
@@ -265,8 +272,7 @@ def select_blocks(logits: Tensor, lengths: Tensor, *, blocks: int, block_size: i
     Semantics: the first level of DeepSeek-V4.1's candidate selection.
     """
     logits, lengths = _check_logits(logits, lengths)
-    _check_count("blocks", blocks)
-    _check_block_size(block_size)
+    blocks, block_size = checks.integer("blocks", blocks, 1, MAX_TOPK), checks.power_of_two("block_size", block_size)
     return torch.ops.latentkv.select_blocks(logits, lengths, blocks, block_size)
 
 
@@ -304,10 +310,10 @@ def select_topk_in_blocks(
     Semantics: the second level of DeepSeek-V4.1's candidate selection.
     """
     logits, lengths = _check_logits(logits, lengths)
-    _check_count("k", k)
-    _check_block_size(block_size)
+    k, page_size = checks.integer("k", k, 1, MAX_TOPK), checks.integer("page_size", page_size, 1)
+    block_size = checks.power_of_two("block_size", block_size)
     block_ids = checks.tensor("block_ids", block_ids, (logits.shape[0], "blocks"), (torch.int32,), logits.device)
-    row_to_batch = _check_table(page_table, row_to_batch, logits.shape[0], logits.device, page_size)
+    row_to_batch = _check_table(page_table, row_to_batch, logits.shape[0], logits.device)
     return torch.ops.latentkv.select_topk_in_blocks(
         logits, lengths, block_ids, k, block_size, page_table, row_to_batch, page_size
     )
@@ -316,11 +322,21 @@ def select_topk_in_blocks(
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_schedule(workers: int, rows: int, block: int) -> None:
-    if workers < rows:
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} given ({error_line(error)})") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: {device} given, PyTorch sees {torch.cuda.device_count()} such devices here")
+    return device
+
+
+def _check_schedule(workers: int, rows: int, block: int, max_len: int) -> tuple[int, int, int]:
+    if checks.integer("workers", workers, 0) < rows:
         raise ValueError(f"workers: {workers} given, at least one for each of {rows} rows needed")
-    if not 1 <= block <= MAX_LENGTH:
-        raise ValueError(f"block: {block} given, 1 to {MAX_LENGTH} accepted")
+    block = checks.integer("block", block, 1, MAX_LENGTH)
+    return checks.integer("workers", workers, 0), block, min(checks.integer("max_len", max_len, 0), MAX_LENGTH)
 
 
 def _schedule_output(out: Tensor | None, workers: int, fields: int, device: torch.device) -> Tensor:
@@ -334,9 +350,12 @@ def _check_packed_query(
 ) -> tuple[Tensor, Tensor, IndexQueryLayout]:
     if not isinstance(query, tuple | list) or len(query) != 2 or not isinstance(query[1], Tensor):
         raise TypeError("query: a pair (payload, scale) needed, as pack_index_query returns it")
-    if not 0 < heads <= MAX_INDEX_HEADS:
-        raise ValueError(f"weights: {heads} heads given, 1 to {MAX_INDEX_HEADS} accepted")
     payload, scale = query
+    if scale.dtype not in (torch.int32, torch.uint8):
+        raise TypeError(f"query scale: {scale.dtype} given, int32 (packed) or uint8 (flydsl) accepted")
+    unit = HEAD_TILE if scale.dtype == torch.uint8 else 1
+    if not 0 < heads <= MAX_INDEX_HEADS or heads % unit:
+        raise ValueError(f"weights: {heads} heads given, a multiple of {unit} up to {MAX_INDEX_HEADS} accepted")
     if scale.dtype == torch.int32:
         layout = IndexQueryLayout.PACKED
         scale_shape: tuple[int, ...] = (rows * heads,)
@@ -381,8 +400,7 @@ def _check_pages_in_use(
 
 
 def _logits_output(out: Tensor | None, rows: int, max_len: int, device: torch.device) -> Tensor:
-    if max_len < 0:
-        raise ValueError(f"max_len: {max_len} is negative")
+    max_len = checks.integer("max_len", max_len, 0)
     if out is None:
         return torch.empty(rows, max_len, dtype=torch.float32, device=device)
     return checks.output("out", out, (rows, max_len), torch.float32, device)
@@ -396,26 +414,14 @@ def _check_logits(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_table(
-    page_table: Tensor | None, row_to_batch: Tensor | None, rows: int, device: torch.device, page_size: int
+    page_table: Tensor | None, row_to_batch: Tensor | None, rows: int, device: torch.device
 ) -> Tensor | None:
     if page_table is None:
         if row_to_batch is not None:
             raise ValueError("row_to_batch: given without a page_table")
         return None
     page_table = checks.tensor("page_table", page_table, ("B", "W"), (torch.int32,), device)
-    if page_size < 1:
-        raise ValueError(f"page_size: {page_size} given, at least 1 needed")
     return _check_batches(row_to_batch, rows, page_table)
-
-
-def _check_count(name: str, count: int) -> None:
-    if not 1 <= count <= MAX_TOPK:
-        raise ValueError(f"{name}: {count} given, 1 to {MAX_TOPK} accepted")
-
-
-def _check_block_size(block_size: int) -> None:
-    if block_size < 1 or block_size & (block_size - 1):
-        raise ValueError(f"block_size: {block_size} given, a power of two needed")
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

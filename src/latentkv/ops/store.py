@@ -10,8 +10,6 @@ from latentkv.ops import checks
 from latentkv.ops._library import define
 from latentkv.reference import store as reference
 
-BF16 = (torch.bfloat16,)
-
 
 def new_kv_cache(
     layout: KVLayout | str, num_pages: int, page_size: int, *, device: torch.device | str | None = None
@@ -28,12 +26,11 @@ def new_kv_cache(
         uint8 `[num_pages, layout.page_bytes(page_size)]`.
 
     Raises:
-        ValueError: an unknown layout, a page size that is not a power of two, a negative number of pages.
+        ValueError, TypeError: an unknown layout, a page size that is not a power of two, a negative number of pages.
     """
     layout = KVLayout.parse(layout)
-    if num_pages < 0:
-        raise ValueError(f"num_pages: {num_pages} is negative")
-    return torch.zeros(num_pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
+    page_bytes = layout.page_bytes(checks.power_of_two("page_size", page_size))
+    return torch.zeros(checks.integer("num_pages", num_pages, 0), page_bytes, dtype=torch.uint8, device=device)
 
 
 def store_kv(
@@ -117,7 +114,7 @@ def norm_rope_store_kv(
     freqs = checks.freqs(freqs, device)
     positions = checks.positions(positions, count, device, freqs)
     if query is not None:
-        query = checks.tensor("query", query, (count, "heads", LATENT_DIM), BF16, device)
+        query = checks.output("query", query, (count, "heads", LATENT_DIM), torch.bfloat16, device)
     torch.ops.latentkv.norm_rope_store_kv(
         rows, weight, cache, slots, positions, freqs, checks.eps_value(eps), layout.name, page_size, query
     )
@@ -166,6 +163,8 @@ def load_kv_pages(cache: Tensor, *, layout: KVLayout | str, page_size: int) -> T
 
     Raises:
         ValueError, TypeError: bad shapes, strides or dtypes.
+
+    Semantics: FlashMLA's V4 / V4.1 pages, read whole.
     """
     cache, layout = checks.kv_cache(cache, layout, page_size)
     return torch.ops.latentkv.load_kv_pages(cache, layout.name, page_size)
@@ -207,8 +206,10 @@ def rope_fake_quant(
 
 
 def _rope_width(freqs: Tensor, limit: int) -> int:
-    if not isinstance(freqs, Tensor) or freqs.dim() != 2:
-        raise ValueError(f"freqs: {list(getattr(freqs, 'shape', []))} given, [rows, width] needed")
+    if not isinstance(freqs, Tensor):
+        raise TypeError(f"freqs: {type(freqs).__name__} given, a tensor is needed")
+    if freqs.dim() != 2:
+        raise ValueError(f"freqs: shape {list(freqs.shape)} given, [rows, width] needed")
     width = freqs.shape[1] * (2 if freqs.is_complex() else 1)
     if width % 2 or not 0 < width <= limit:
         raise ValueError(f"freqs: a rotated width of {width} given, an even width up to {limit} needed")

@@ -81,8 +81,9 @@ def compress2_prefill(
     )  # fmt: skip
     # parked only now: a chunk that starts odd and ends even reads and writes the same ring slot
     row = torch.arange(rows.shape[0], device=rows.device).unsqueeze(-1)
-    end = first_row + row_count.clamp(min=0)
-    last = ((row >= torch.maximum(first_row, end - ring)) & (row < end)).any(-1)
+    first = first_row.long()
+    end = first + row_count.clamp(min=0)
+    last = ((row >= torch.maximum(first, end - ring)) & (row < end)).any(-1)
     _park(rows, state, positions, requests, ring, active & last)
 
 

@@ -21,9 +21,10 @@ PRODUCTS_AT_ONCE = 1 << 20  # group dot products held at once, 4 MiB
 
 
 def pad_page_table(table: Tensor, columns: int) -> Tensor:
-    """int32 `[rows, columns]`: the table, then zeros."""
+    """int32 `[rows, columns]`: the table, -1 where int32 does not hold a page, then zeros."""
     out = torch.zeros(table.shape[0], columns, dtype=torch.int32, device=table.device)
-    out[:, : table.shape[1]] = table
+    pages = table.to(torch.int32)
+    out[:, : table.shape[1]] = torch.where(pages == table, pages, -1)
     return out
 
 
@@ -207,6 +208,7 @@ def select_blocks(logits: Tensor, lengths: Tensor, blocks: int, block_size: int)
     """Ids of the kept blocks, ascending: the newest, and those with the largest maxima among the others."""
     visible = _below(lengths, logits)
     scores = torch.where(visible & ~torch.isnan(logits), logits, -torch.inf)
+    block_size = min(block_size, max(1, logits.shape[1]))
     width = _ceil_div(logits.shape[1], block_size)
     scores = torch.nn.functional.pad(scores, (0, width * block_size - logits.shape[1]), value=-torch.inf)
     keys = scores.unflatten(1, (width, block_size)).amax(-1)
@@ -229,6 +231,7 @@ def select_topk_in_blocks(
     page_size: int,
 ) -> tuple[Tensor, Tensor]:
     """`select_topk` over the positions of kept blocks."""
+    block_size = min(block_size, max(1, logits.shape[1]))
     width = _ceil_div(logits.shape[1], block_size)
     kept = torch.zeros(logits.shape[0], width + 1, dtype=torch.bool, device=logits.device)
     known = (block_ids >= 0) & (block_ids < width)
