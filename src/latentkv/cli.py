@@ -155,7 +155,7 @@ def evaluate(
     from latentkv.model import evaluation
 
     if plot is not None:
-        _need_matplotlib()
+        _check_image(plot)
     pairs: Sequence[tuple[KVLayout | str, KVLayout | str]] = evaluation.DEFAULT_PAIRS
     if pair:
         pairs = [_layout_pair(p) for p in pair]
@@ -286,7 +286,7 @@ def targets(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Compile every kernel for every GPU target, without a GPU; exit 1 if one fails, spills or uses scratch."""
+    """Compile every kernel for every GPU target, without a GPU; exit 1 if one fails, or spills more than it may."""
     from dataclasses import asdict
 
     from latentkv import targets as machinery
@@ -324,7 +324,9 @@ def targets(
 
 
 def _matrix(builds: Sequence[Build], names: Sequence[str]) -> Table:
-    table = Table(caption="registers a lane, then KiB of shared memory; s: scalar registers kept in vector lanes")
+    table = Table(
+        caption="registers, KiB of shared memory; v: words spilled, as its case allows; s: scalar registers kept in lanes"
+    )
     table.add_column("kernel")
     table.add_column("variant")
     for name in names:
@@ -343,6 +345,8 @@ def _cell(build: Build) -> str:
     text = str(build.usage.registers)
     if build.usage.shared_bytes:
         text += f" {build.usage.shared_bytes / 1024:.3g}K"
+    if build.usage.spills:
+        text += f" v{build.usage.spills}"
     if build.usage.scalar_spills:
         text += f" s{build.usage.scalar_spills}"
     return f"[red]{text}![/red]" if build.problems else text
@@ -352,7 +356,10 @@ def _cell(build: Build) -> str:
 def bench(
     stage: Annotated[str | None, typer.Argument(help="A stage; all that have benchmarks if left out.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:N, or cpu to time the reference.")] = None,
-    size: Annotated[list[int] | None, typer.Option(min=1, help="Only this size, repeatable.")] = None,
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="This size for most ops, repeatable; some keep their own."),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="No measurement of a stage starts later than this.")] = 80.0,
     out: Annotated[Path | None, typer.Option(help="Write the record here; with several stages, a folder.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw bandwidth against size into this image.")] = None,
@@ -364,7 +371,9 @@ def bench(
     from latentkv.doctor import environment
 
     if plot is not None:
-        _need_matplotlib()
+        _check_image(plot)
+    if out is not None:
+        _check_file("out", out) if stage else _check_folder("out", out)
     names = [stage] if stage else list(find_stages())
     modules = {name: load_stage(name) for name in names}
     clock = timing.clock_for(device)
@@ -396,7 +405,6 @@ def bench(
     for record in records:
         if out is not None:
             path = out if stage else out / f"{record['stage']}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=1) + "\n")
     if plot is not None:
         report.plot(records, plot)
@@ -451,6 +459,25 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _need_matplotlib() -> None:
+def _check_folder(option: str, path: Path) -> None:
+    """Check, before the work whose results go there, that this is a folder, and make it."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{option}: {path} is a file, a folder needed")
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _check_file(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder, a file needed")
+    _check_folder(option, path.parent)
+
+
+def _check_image(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot: matplotlib is missing; `pip install 'latentkv[plot]'` brings it")
+        raise ValueError("plot: matplotlib is missing; `pip install '.[plot]'` in a clone brings it")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().lstrip(".") not in kinds:
+        raise ValueError(f"plot: {path} given, a file name that ends in one of {', '.join(sorted(kinds))} needed")
+    _check_file("plot", path)

@@ -116,7 +116,7 @@ def test_plot_without_matplotlib_names_the_extra(command, monkeypatch):
     for arguments in (["eval", "--plot", "x.png"], ["bench", "store", "--plot", "x.png"]):
         result = command(*arguments)
         assert result.code == 2
-        assert "latentkv[plot]" in result.err
+        assert "pip install '.[plot]'" in result.err
 
 
 def test_traceback_option_raises_what_was_caught(command):
@@ -140,3 +140,30 @@ def test_interruption_has_its_own_code(command, monkeypatch):
 
     monkeypatch.setattr("latentkv.doctor.report", interrupt)
     assert command("doctor").code == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "store", "--out", "."], "out: . is a folder, a file needed"),
+        (["bench", "--out", "taken"], "out: taken is a file, a folder needed"),
+        (["bench", "store", "--out", "taken/x.json"], "out: taken is a file, a folder needed"),
+        (["bench", "store", "--plot", "p.xyz"], "plot: p.xyz given, a file name that ends in one of "),
+        (["eval", "--plot", "p"], "plot: p given, a file name that ends in one of "),
+        (["eval", "--plot", "."], "plot: . given, a file name that ends in one of "),
+    ],
+    ids=["folder", "file", "below a file", "image of a kind", "image of no kind", "folder for an image"],
+)
+def test_places_for_results_are_checked_before_the_work(command, arguments, message, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+
+    def work(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr("latentkv.bench.run", work)
+    monkeypatch.setattr("latentkv.model.evaluation.evaluate", work)
+    result = command(*arguments)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())
