@@ -220,11 +220,6 @@ class IndexKeyLayout(Enum):
     SPLIT8 = "split8"
 
     @property
-    def is_split(self) -> bool:
-        """Whether payload and scales are two tensors."""
-        return self is not IndexKeyLayout.FUSED
-
-    @property
     def page_sizes(self) -> tuple[int, ...]:
         """Page sizes that this layout has."""
         return (64, 128) if self is IndexKeyLayout.FUSED else (64,)

@@ -158,7 +158,7 @@ def test_a_compiled_function_traces_whole_and_gives_the_same_bits(arguments):
 
 
 @pytest.mark.parametrize("rope", [False, True])
-def test_the_op_records_pass_pytorchs_checks(pool, arguments, rope):
+def test_the_op_records_pass_pytorchs_checks(arguments, rope):
     query, cache, slots, lengths, extra_cache, more, sink, table, positions = arguments
     window, extra = (cache, slots, lengths, "v41", 16), (extra_cache, more, None, "v41_fp4", 16)
     tail = (0.1, sink, table, positions, -math.inf) if rope else (0.1, None, None, None, math.inf)

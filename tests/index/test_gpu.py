@@ -183,7 +183,7 @@ def test_slots_past_four_gibibytes_are_written_and_read(layout, dtype, summable,
     assert lk.load_index_key(cache, slots + 128)[0].count_nonzero() == 0
 
 
-def test_strides_past_two_gibibytes_are_followed(summable, angles):
+def test_strides_past_two_gibibytes_are_followed(summable):
     stride = 2 * GIB + 4096
     slab = torch.zeros(3 * stride, dtype=torch.uint8, device="cuda")
     cache = lk.IndexKeyCache(slab.view(3, stride)[:, :4352], None, lk.IndexKeyLayout.FUSED, 64)

@@ -43,7 +43,7 @@ def test_selection_is_at_work_and_mostly_agrees(report: Report):
     assert 0.8 < report.rows[1].agreement < 1.0
 
 
-def test_paged_quality_is_that_of_the_dense_forward(model: PagedModel, windows: list[torch.Tensor], report: Report):
+def test_paged_quality_is_that_of_the_dense_forward(windows: list[torch.Tensor], report: Report):
     config, weights = load_checkpoint()
     with torch.no_grad():
         logits = dense.forward(config, weights, windows[0][None, :-1]).logits[0]

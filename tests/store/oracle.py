@@ -61,7 +61,6 @@ def _values(kind: type, codes: int) -> Array:
 
 E4M3_VALUES = _values(ml_dtypes.float8_e4m3fn, 127)  # codes 0..126: the finite magnitudes, ascending
 E2M1_VALUES = _values(ml_dtypes.float4_e2m1fn, 8)
-LATENT_SCALES = E4M3_VALUES[1:]  # what a V41_FP4 scale can be
 
 
 def nearest(x: Array, values: Array) -> Array:

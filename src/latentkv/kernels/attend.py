@@ -37,7 +37,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 LOG2E = tl.constexpr(1.4426950408889634)
 BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 MERGED_ROWS = 4
-SPILLED_CONSTANTS = 64  # of the Hopper kernel, most in its loops with Triton 3.9; 3.6 spills at most four, outside them
+SPILLED_CONSTANTS = 64  # of the Hopper kernel, read in its loops: 51 with Triton 3.9; 3.6 spills four, outside them
 FEWEST_HOPPER_HEADS = 16  # a tile of 64 heads, three quarters empty, is still the faster one
 
 

@@ -350,12 +350,6 @@ def rsqrt_rn(x):
 
 
 @triton.jit
-def rms_scale(re, im, eps, WIDTH: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of each row of pairs [rows, WIDTH / 2]."""
-    return rsqrt_rn(tl.sum(re * re + im * im, axis=1) * (1.0 / WIDTH) + eps)
-
-
-@triton.jit
 def sum_rows(x):
     """Sum of each row of [rows, 32] values, neighbours first: an order that no layout changes."""
     ROWS: tl.constexpr = x.shape[0]

@@ -28,7 +28,7 @@ class TargetCase:
         aligned: names of runtime arguments known to be divisible by 16.
         options: further compile options.
         targets: names of the targets that launch this variant; empty if all do.
-        spills_allowed: spilled registers that are known and measured to be harmless.
+        spills_allowed: spilled registers that are known, and why they may stand is said where they are set.
     """
 
     kernel: Any
