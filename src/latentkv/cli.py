@@ -325,7 +325,7 @@ def targets(
 
 def _matrix(builds: Sequence[Build], names: Sequence[str]) -> Table:
     table = Table(
-        caption="registers, KiB of shared memory; v: words spilled, as its case allows; s: scalar registers kept in lanes"
+        caption="registers, KiB of shared memory; v: words spilled, as allowed; s: scalar registers kept in lanes"
     )
     table.add_column("kernel")
     table.add_column("variant")
