@@ -111,7 +111,7 @@ BAD = [
     ("layout", "bf16", ValueError, r"a page of 16 bf16 rows takes 16384"),
     ("page_size", 24, ValueError, r"page_size: 24 given, a power of two needed"),
     ("page_size", 0, ValueError, r"page_size: 0 given"),
-    ("page_size", 16.0, ValueError, r"page_size: 16.0 given"),
+    ("page_size", 16.0, TypeError, r"page_size: float given"),
 ]
 
 
@@ -180,8 +180,8 @@ X = torch.zeros(3, 2, 128)
             ValueError,
             r"freqs: a rotated width of 64 given, an even width up to 32",
         ),
-        (X, TABLE[0], {"kind": "index"}, ValueError, r"freqs: \[64\] given, \[rows, width\] needed"),
-        (X, None, {"kind": "index"}, ValueError, r"freqs: \[\] given, \[rows, width\] needed"),
+        (X, TABLE[0], {"kind": "index"}, ValueError, r"freqs: shape \[64\] given, \[rows, width\] needed"),
+        (X, None, {"kind": "index"}, TypeError, r"freqs: NoneType given"),
         (X, TABLE[:0], {"kind": "index", "positions": torch.zeros(3).int()}, ValueError, r"freqs: the table is empty"),
         (X, TABLE, {"kind": "index", "positions": torch.zeros(2).int()}, ValueError, r"positions: shape \[2\] given"),
         (X, TABLE, {"kind": "index", "positions": torch.zeros(3)}, TypeError, r"positions: dtype float32 given"),
@@ -206,8 +206,8 @@ def test_new_caches_are_zero_and_have_the_layouts_pages():
     ("arguments", "message"),
     [
         (("v42", 1, 16), "layout: 'v42' is none of"),
-        (("v41", -1, 16), "num_pages: -1 is negative"),
-        (("v41", 1, 12), "page_size: 12 is not a power of two"),
+        (("v41", -1, 16), "num_pages: -1 given, at least 0 needed"),
+        (("v41", 1, 12), "page_size: 12 given, a power of two needed"),
     ],
 )
 def test_caches_that_cannot_be_are_refused(arguments, message):

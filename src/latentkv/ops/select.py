@@ -103,9 +103,10 @@ def decode_schedule(
     """
     lengths = checks.tensor("lengths", lengths, ("B",), checks.INTS, inner=False)
     next_n = checks.integer("next_n", next_n, 1)
-    workers, block, max_len = _check_schedule(workers, lengths.shape[0] * next_n, block, max_len)
+    workers = checks.integer("workers", workers, 0)
     if workers % next_n:
         raise ValueError(f"workers: {workers} given, a multiple of next_n = {next_n} needed")
+    workers, block, max_len = _check_schedule(workers, lengths.shape[0] * next_n, block, max_len)
     out = _schedule_output(out, workers, 4, lengths.device)
     torch.ops.latentkv.decode_schedule(lengths, max_len, block, next_n, out)
     return out
@@ -333,10 +334,11 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _check_schedule(workers: int, rows: int, block: int, max_len: int) -> tuple[int, int, int]:
-    if checks.integer("workers", workers, 0) < rows:
+    workers = checks.integer("workers", workers, 0)
+    if workers < rows:
         raise ValueError(f"workers: {workers} given, at least one for each of {rows} rows needed")
     block = checks.integer("block", block, 1, MAX_LENGTH)
-    return checks.integer("workers", workers, 0), block, min(checks.integer("max_len", max_len, 0), MAX_LENGTH)
+    return workers, block, min(checks.integer("max_len", max_len, 0), MAX_LENGTH)
 
 
 def _schedule_output(out: Tensor | None, workers: int, fields: int, device: torch.device) -> Tensor:
@@ -351,8 +353,7 @@ def _check_packed_query(
     if not isinstance(query, tuple | list) or len(query) != 2 or not isinstance(query[1], Tensor):
         raise TypeError("query: a pair (payload, scale) needed, as pack_index_query returns it")
     payload, scale = query
-    if scale.dtype not in (torch.int32, torch.uint8):
-        raise TypeError(f"query scale: {scale.dtype} given, int32 (packed) or uint8 (flydsl) accepted")
+    checks.tensor("query scale", scale, tuple(scale.shape), (torch.int32, torch.uint8), inner=False)
     unit = HEAD_TILE if scale.dtype == torch.uint8 else 1
     if not 0 < heads <= MAX_INDEX_HEADS or heads % unit:
         raise ValueError(f"weights: {heads} heads given, a multiple of {unit} up to {MAX_INDEX_HEADS} accepted")
