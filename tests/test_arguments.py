@@ -201,3 +201,66 @@ def test_packed_queries_are_told_apart_by_their_scales():
     scale = torch.zeros(1, 1, 4, 16, 4, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"^weights: 20 heads given, a multiple of 16 up to 64 accepted$"):
         lk.index_logits((payload, scale), torch.zeros(1, 20), *rest)
+
+
+def test_outputs_may_not_lie_in_what_is_still_read():
+    numbers = torch.zeros(64, dtype=torch.int32)
+    numbers[:2] = torch.tensor([300, 600])
+    with pytest.raises(ValueError, match=r"^out: overlaps lengths"):
+        lk.decode_schedule(numbers[:2], workers=4, max_len=1024, out=numbers[:16].view(4, 4))
+    with pytest.raises(ValueError, match=r"^out: overlaps row_to_batch"):
+        lk.prefill_schedule(
+            torch.ones(2).int(), workers=2, max_len=8, row_to_batch=numbers[5:7], out=numbers[:12].view(2, 6)
+        )
+    assert numbers[:3].tolist() == [300, 600, 0]
+    weights = torch.ones(2, 16)
+    query = torch.zeros(32, 64, dtype=torch.int8), torch.zeros(32, dtype=torch.int32)
+    rest = lk.new_index_key_cache("fused", 1), torch.zeros(2, 1, dtype=torch.int32), torch.tensor([1, 1])
+    with pytest.raises(ValueError, match=r"^out: overlaps weights"):
+        lk.index_logits(query, weights, *rest, max_len=16, out=weights)
+    assert weights.all()
+    rows, pages = torch.ones(3, 4, 512).bfloat16(), cache()
+    form = {"eps": 1e-6, "layout": LAYOUT, "page_size": 16}
+    with pytest.raises(ValueError, match=r"^query: overlaps rows"):
+        lk.norm_rope_store_kv(rows[:, 0], torch.ones(512), pages, AT, AT, TABLE, query=rows, **form)
+    with pytest.raises(ValueError, match=r"^out: overlaps rows"):
+        lk.compress1(rows[:, 0], torch.ones(512), pages, AT, AT, TABLE, out=rows[:, 0], **form)
+    inside = pages.flatten()[:3072].view(torch.bfloat16).view(3, 512)
+    with pytest.raises(ValueError, match=r"^out: overlaps cache"):
+        lk.load_kv(pages, AT, layout=LAYOUT, page_size=16, out=inside)
+    assert not pages.any()
+
+
+def test_flags_are_true_or_false():
+    for wrong in ("no", None, 1, torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"^renormalize: .* given, True or False needed$"):
+            lk.route_topk(torch.zeros(1, 4), k=1, renormalize=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^inverse: .* given, True or False needed$"):
+            lk.rope_fake_quant(torch.zeros(2, 64), TABLE, kind="latent", positions=AT[:2], inverse=wrong)  # type: ignore[arg-type]
+
+
+def test_a_query_whose_heads_and_tokens_are_exchanged_is_refused():
+    rest = (
+        torch.ones(2, 16),
+        lk.new_index_key_cache("fused", 1),
+        torch.zeros(2, 1, dtype=torch.int32),
+        torch.ones(2).int(),
+    )
+    payload, scale = torch.zeros(16, 2, 64, dtype=torch.int8), torch.zeros(16, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^query payload: shape \[16, 2, 64\] given"):
+        lk.index_logits((payload, scale), *rest)
+    lk.index_logits((payload.view(2, 16, 64), scale.view(2, 16)), *rest)
+
+
+def test_a_conjugated_rotation_table_is_one():
+    table = torch.polar(torch.ones(8, 32), torch.rand(8, 32))
+    x = torch.randn(3, 64)
+    want = lk.rope_fake_quant(x, table.conj().resolve_conj(), kind="latent", positions=AT)
+    assert torch.equal(lk.rope_fake_quant(x, table.conj(), kind="latent", positions=AT), want)
+
+
+@pytest.mark.parametrize("wrong", [1e39, 2**2000, float("nan")])
+def test_the_scale_of_scores_is_finite_in_fp32(wrong):
+    rows = lk.Rows(cache(), torch.tensor([[1]]), LAYOUT, 16)
+    with pytest.raises(ValueError, match=r"^scale: "):
+        lk.sparse_mla(torch.zeros(1, 4, 512).bfloat16(), rows, scale=wrong)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+LOWEST_SCORE = float(np.finfo(np.float32).min)  # a row that counts has no lower one
 Array = np.ndarray
 Segment = tuple[Array, Array, "Array | None"]  # rows of every slot fp64 [capacity, 512], slots [T, K], lengths [T]
 
@@ -50,6 +51,7 @@ def valid(slots: Array, lengths: Array | None, t: int, capacity: int) -> list[in
 
 def _attend(result: Result, t: int, h: int, query: Array, rows: Array, scale: float, sink: float | None) -> None:
     scores = np.array([float(np.dot(query, row)) * scale for row in rows])
+    scores = np.where(scores < LOWEST_SCORE, LOWEST_SCORE, scores)
     top = scores.max()
     weights = np.exp(scores - top)
     result.lse[t, h] = top + np.log(weights.sum())

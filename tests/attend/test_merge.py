@@ -171,3 +171,15 @@ def test_one_partial_alone_is_rounded_only(backend):
     out, lse = lk.merge_partials(outs.to(backend.device), lses.to(backend.device))
     assert torch.equal(out.cpu(), outs[0].bfloat16())
     assert torch.equal(lse.cpu(), lses[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="maps no memory that it does not touch")
+def test_partials_may_lie_far_apart(backend):
+    """Partials 4 GiB apart, of which nothing is touched but the rows."""
+    far = 2**31
+    memory = torch.empty(2 * far + 512, dtype=torch.bfloat16)
+    outs = memory.as_strided((3, 1, 1, 512), (far, 512, 512, 1))
+    for split in range(3):
+        outs[split].fill_(split + 1)
+    out, _ = lk.merge_partials(outs, torch.zeros(3, 1, 1))
+    assert (out == 2.0).all()

@@ -323,6 +323,40 @@ def test_the_rotated_out_is_rounded_once(backend):
     assert out[0, 0, :448].unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("layout", ["bf16", "v41"])
+@pytest.mark.parametrize("splits", [1, 2, 64])
+def test_a_row_counts_however_low_its_score(backend, layout, splits):
+    """A score below fp32's range is its lowest number: the row is not taken for one that is skipped."""
+    size = 1e38 if layout == "bf16" else 2.0**120
+    pool = pool_of(backend, size, 1.0, layout=layout)
+    low, one = pool.filled.tolist()
+    query = torch.full((1, 16, 512), -(2.0**20)).bfloat16().to(backend.device)
+    alone = torch.tensor([[low, -1, low]], device=backend.device).int()
+    out, lse = lk.sparse_mla(query, pool.rows(alone), splits=splits)
+    assert (lse == torch.finfo(torch.float32).min).all()
+    assert out.isfinite().all()
+    assert (out.float() / size - 1.0).abs().max() < 0.01
+    beside = torch.tensor([[low, one]], device=backend.device).int()
+    out, lse = lk.sparse_mla(query, pool.rows(beside), splits=splits)
+    assert (out == 1.0).all()
+    assert (lse > -1e10).all()
+    skipped, empty = lk.sparse_mla(query, pool.rows(torch.full_like(beside, -1)), splits=splits)
+    assert (empty == -math.inf).all()
+    assert not skipped.any()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_an_infinite_row_is_not_lost(backend, splits):
+    rows = torch.ones(2, 512).bfloat16()
+    rows[0] = math.inf
+    cache = rows.view(torch.uint8).reshape(1, 2048).to(backend.device)
+    slots = torch.tensor([[0, 1]], device=backend.device)
+    query = -torch.ones(1, 1, 512).bfloat16().to(backend.device)
+    out, lse = lk.sparse_mla(query, lk.Rows(cache, slots, "bf16", 2), splits=splits)
+    assert out.isnan().all()
+    assert lse.isfinite().all()
+
+
 # --- independence, strides, sizes -------------------------------------------------------------------------------------
 
 

@@ -260,6 +260,20 @@ def test_strided_tables_and_page_size_128(backend):
     assert max_len == 4 * 128
 
 
+def test_lengths_and_batches_that_int32_does_not_hold(backend):
+    most = 2**31 - 1
+    for length in (2**31, 2**32, 2**40, 2**63 - 1):
+        lengths = torch.tensor([length, 5], device=backend.device)
+        units = lk.decode_schedule(lengths, workers=3, max_len=4096, block=256)
+        assert units.tolist() == [[0, 0, 2**23, most], [1, 0, 1, 5], [0, 0, 1, 0]]
+        batches = torch.tensor([2**32 + 1, -(2**40)], device=backend.device)
+        units = lk.prefill_schedule(lengths, workers=2, max_len=4096, block=256, row_to_batch=batches)
+        assert units.tolist() == [[0, -1, 0, 2**23, 0, most], [1, -1, 0, 1, 0, 5]]
+    batches = torch.tensor([most, -7], device=backend.device)
+    units = lk.prefill_schedule(lengths, workers=2, max_len=4096, block=256, row_to_batch=batches)
+    assert units[:, 1].tolist() == [most, -7]
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -380,3 +380,34 @@ def test_every_op_has_a_true_schema_and_a_fake_that_agrees():
     given_arguments = (query, scale, torch.ones(2, 16), cache.payload, cache.scale, table, lengths, None, None, False)
     out = torch.zeros(2, 128)
     torch.library.opcheck(ops.index_logits, (*given_arguments, "packed", "split8", 64, out), **checks)
+
+
+def test_slots_that_int32_does_not_hold_are_none(backend):
+    logits = torch.zeros(1, 65, device=backend.device)
+    lengths = torch.tensor([65], device=backend.device)
+    ids = torch.tensor([[0, 1]], dtype=torch.int32, device=backend.device)
+    for pages, want in (
+        ([2**26, 2**26 + 1], [-1, -1]),
+        ([2**25, 2**25 - 1], [-1, 2**31 - 64]),
+        ([2**25 - 1, -3], [2**31 - 64, -1]),
+    ):
+        table = torch.tensor([pages], dtype=torch.int32, device=backend.device)
+        _, slots = lk.select_topk(logits, lengths, 65, page_table=table)
+        assert slots[0, [0, 64]].tolist() == want
+        _, slots = lk.select_topk_in_blocks(logits, lengths, ids, 65, block_size=64, page_table=table)
+        assert slots[0, [0, 64]].tolist() == want
+    for size in (2**31 - 1, 2**30 + 3):  # no powers of two
+        table = torch.tensor([[1]], dtype=torch.int32, device=backend.device)
+        _, slots = lk.select_topk(logits, lengths, 65, page_table=table, page_size=size)
+        fits = [size + n if size + n < 2**31 else -1 for n in range(65)]
+        assert slots[0].tolist() == fits
+    with pytest.raises(ValueError, match=r"^page_size: 2147483648 given"):
+        lk.select_topk(logits, lengths, 2, page_table=table, page_size=2**31)
+
+
+def test_the_newest_block_alone(backend):
+    """One block to keep leaves none to pick, from however many."""
+    lengths = torch.tensor([5000, 0, 17, 4999], device=backend.device)
+    for size in (1, 2):
+        ids = lk.select_blocks(torch.randn(4, 5000, device=backend.device), lengths, blocks=1, block_size=size)
+        assert ids.tolist() == [[(int(n) + size - 1) // size - 1] for n in lengths]

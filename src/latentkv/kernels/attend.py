@@ -19,6 +19,7 @@ from latentkv.kernels import attend_hopper
 from latentkv.kernels import device as dev
 from latentkv.kernels.launch import (
     DEVICE_VARIANTS,
+    PORTABLE,
     TargetCase,
     common_options,
     is_hopper,
@@ -35,6 +36,7 @@ from latentkv.layout import LATENT_DIM, KVLayout
 
 BF16, F32 = torch.bfloat16, torch.float32
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST_SCORE = tl.constexpr(-3.4028234663852886e38)
 BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 MERGED_ROWS = 4
 SPILLED_CONSTANTS = 64  # of the Hopper kernel, read in its loops: 51 with Triton 3.9; 3.6 spills four, outside them
@@ -145,6 +147,8 @@ def _merge(
 ) -> None:
     splits, tokens, heads = lses.shape
     in_words = words(outs)
+    options = common_options(outs.device)
+    options |= merge_options(options["CAST"])
     with on_device(outs):
         merge_kernel[(triton.cdiv(tokens * heads, MERGED_ROWS),)](
             outs,
@@ -164,8 +168,13 @@ def _merge(
             FREQ_WORDS=freqs is None or words(freqs),
             ROWS=MERGED_ROWS,
             num_warps=4,
-            **common_options(outs.device),
+            **options,
         )
+
+
+def merge_options(cast: int) -> dict[str, int]:
+    """NVIDIA: left alone, the assembler takes 56 registers and spills for it on sm_100."""
+    return {} if cast == PORTABLE else {"maxnreg": 96}
 
 
 def tile(heads: int, layout: KVLayout, rdna: bool) -> dict[str, Any]:
@@ -193,9 +202,10 @@ class _Segment:
     page_size: int
 
     def fits_hopper(self) -> bool:
-        """Whether `attend_hopper` decodes the layout, and every row begins at a multiple of 16 bytes."""
+        """Whether `attend_hopper` decodes the layout, rows begin at multiples of 16, and a page is below 2^31 bytes."""
         aligned = self.cache.data_ptr() % 16 == 0 and self.cache.stride(0) % 16 == 0
-        return aligned and self.layout.split.name in attend_hopper.ENCODINGS
+        small = self.page_size * self.layout.row_bytes < 2**31
+        return aligned and small and self.layout.split.name in attend_hopper.ENCODINGS
 
     def arguments(self, unit: int) -> tuple[Any, ...]:
         """In the kernel's order, `unit` bytes being what it reads at a time; without lengths, theirs are never read."""
@@ -439,7 +449,8 @@ def attend_rows(
         tl.debug_barrier()
         query_im = query_part(at, step, live, True, QUERY_WORDS)
     score = product(query_im, tl.trans(row_im), score) * scale
-    score = tl.where(valid[None, :], score, float("-inf"))
+    # -inf is for rows that do not count: a row whose score fp32 does not hold still counts
+    score = tl.where(valid[None, :], tl.where(score < LOWEST_SCORE, LOWEST_SCORE, score), float("-inf"))
     higher = tl.maximum(top, tl.max(score, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # no valid row yet
     shrink = tl.exp2((top - base) * LOG2E)
@@ -532,8 +543,9 @@ def merge_kernel(
     pair = tl.arange(0, 256)[None, :]
     from_lse = lses + token * lses_token_stride + head * lses_head_stride
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    for split in range(splits):
-        one = tl.load(from_lse + split * lses_split_stride, mask=live, other=0.0)
+    for _ in range(splits):  # pointers advance: int32 may not hold a split times its stride
+        one = tl.load(from_lse, mask=live, other=0.0)
+        from_lse += lses_split_stride
         top = tl.maximum(top, tl.where(one == float("inf"), float("-inf"), one))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([ROWS], tl.float32)
@@ -541,13 +553,16 @@ def merge_kernel(
     im = tl.zeros([ROWS, 256], tl.float32)
     at = dev.pair_pointer(outs, OUT_WORDS)
     step = (token * token_stride + head * head_stride)[:, None]
-    for split in range(splits):
-        one = tl.load(from_lse + split * lses_split_stride, mask=live, other=0.0)
+    from_lse = lses + token * lses_token_stride + head * lses_head_stride
+    for _ in range(splits):
+        one = tl.load(from_lse, mask=live, other=0.0)
+        from_lse += lses_split_stride
         empty = tl.abs(one) == float("inf")
         weight = tl.where(empty, 0.0, tl.exp2((one - base) * LOG2E))
         used = (live & (empty == 0))[:, None]
         kind: tl.constexpr = outs.dtype.element_ty
-        part_re, part_im = dev.load_pairs(at, step + split * split_stride, pair, used, kind, OUT_WORDS)
+        part_re, part_im = dev.load_pairs(at, step, pair, used, kind, OUT_WORDS)
+        at += split_stride
         total += weight
         re += weight[:, None] * part_re
         im += weight[:, None] * part_im
@@ -603,7 +618,8 @@ def _cases() -> list[TargetCase]:
             cases.append(replace(case, spills_allowed=SPILLED_CONSTANTS))
     for variant in DEVICE_VARIANTS:
         types = {**_TYPES, "out": "*bf16"}
-        cases.append(case_of(merge_kernel, "merge", variant, 4, types, _STRIDES, ROWS=MERGED_ROWS, **flags))
+        case = case_of(merge_kernel, "merge", variant, 4, types, _STRIDES, ROWS=MERGED_ROWS, **flags)
+        cases.append(replace(case, options={**case.options, **merge_options(variant["constexprs"]["CAST"])}))
     return cases
 
 

@@ -19,6 +19,7 @@ ENCODINGS = ("v41", "v41_fp4")  # of the layouts that are decoded here; the othe
 _PUBLIC_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _LOG2E = gl.constexpr(1.4426950408889634)
+_LOWEST_SCORE = gl.constexpr(-3.4028234663852886e38)
 
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 _OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
@@ -268,7 +269,8 @@ def _multiply(
 @gluon.jit
 def _softmax(score, top, total, valid, scale, up):
     """bf16 shares of a block times `up`, the new maximum and sum, and by what earlier ones shrink."""
-    score = gl.where(valid[None, :], score * (scale * up), float("-inf"))
+    score = score * (scale * up)
+    score = gl.where(valid[None, :], gl.where(score < _LOWEST_SCORE, _LOWEST_SCORE, score), float("-inf"))
     higher = gl.maximum(top, gl.max(score, axis=1))
     base = gl.where(higher == float("-inf"), 0.0, higher)  # no valid row yet
     shrink = gl.exp2((top - base) * _LOG2E)

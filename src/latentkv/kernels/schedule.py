@@ -19,7 +19,7 @@ SIZES_AT_ONCE = 512  # programs of the first launch, at most
 TILE, SMALL_TILE = 2048, 256  # rows at a time, and where there are no more
 SLOTS = 256  # a program of the second launch
 LANES = 256
-MOST_CHUNKS = tl.constexpr(2**31 - 1)
+MOST = tl.constexpr(2**31 - 1)  # of a field
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -165,6 +165,7 @@ def write_schedule_kernel(
     row = tl.associative_scan(tl.maximum(row, row_before), 0, _larger)
     used = ours & (slot < total)
     length = tl.load(lengths + row.to(tl.int64) * lengths_stride, mask=used, other=0)
+    length = tl.minimum(length, MOST).to(tl.int32)
     chunks = _chunks(lengths, lengths_stride, tl.where(used, row, rows), rows, block)
     chunk = (slot - start) * size
     share = tl.minimum(size, chunks - chunk)
@@ -175,17 +176,18 @@ def write_schedule_kernel(
             tl.store(at, tl.where(used, row * next_n + draft, 0), mask=ours)
             tl.store(at + 1, tl.where(used, chunk, 0), mask=ours)
             tl.store(at + 2, tl.where(used, share, 1), mask=ours)
-            tl.store(at + 3, tl.where(used, length, 0).to(tl.int32), mask=ours)
+            tl.store(at + 3, tl.where(used, length, 0), mask=ours)
         else:
             batch = row
             if BY_ROW:
-                batch = tl.load(row_to_batch + row.to(tl.int64) * batch_stride, mask=used, other=0).to(tl.int32)
+                batch = tl.load(row_to_batch + row.to(tl.int64) * batch_stride, mask=used, other=0)
+                batch = tl.where((batch >= -1 - MOST) & (batch <= MOST), batch, -1).to(tl.int32)
             tl.store(at, tl.where(used, row, 0), mask=ours)
             tl.store(at + 1, tl.where(used, batch, 0), mask=ours)
             tl.store(at + 2, tl.where(used, chunk, 0), mask=ours)
             tl.store(at + 3, tl.where(used, share, 1), mask=ours)
             tl.store(at + 4, 0, mask=ours)
-            tl.store(at + 5, tl.where(used, length, 0).to(tl.int32), mask=ours)
+            tl.store(at + 5, tl.where(used, length, 0), mask=ours)
 
 
 @triton.jit
@@ -198,10 +200,8 @@ def _chunks(lengths, stride, row, rows, block):
     """Chunks of rows as int32; a row past the last has none."""
     length = tl.load(lengths + row.to(tl.int64) * stride, mask=row < rows, other=0)
     if length.dtype == tl.int64:
-        chunks = (tl.maximum(length, 0) + (block - 1)) // block
-        return tl.minimum(chunks, MOST_CHUNKS).to(tl.int32)
-    else:
-        return ((tl.maximum(length, 0).to(tl.uint32) + (block - 1).to(tl.uint32)) // block.to(tl.uint32)).to(tl.int32)
+        length = tl.minimum(length, MOST).to(tl.int32)
+    return ((tl.maximum(length, 0).to(tl.uint32) + (block - 1).to(tl.uint32)) // block.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit

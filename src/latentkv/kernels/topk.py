@@ -62,6 +62,7 @@ def select_blocks(logits: Tensor, lengths: Tensor, blocks: int, block_size: int)
                 num_warps=BLOCKS_A_PROGRAM // wave_size(logits.device),
                 **common_options(logits.device),
             )
+    count = count if blocks > 1 else min(count, 1)  # nothing is picked from them
     return _pick(keys, lengths, blocks - 1, blocks, "blocks", count, width, block_size=block_size)[0]
 
 
@@ -386,13 +387,14 @@ def _position(names, entry, mask, SOURCE: tl.constexpr, BLOCK_SIZE: tl.constexpr
 
 @triton.jit
 def _slots(table, position, mask, width, page_size, PAGE_SHIFT: tl.constexpr):
-    """page * page_size + offset of positions; -1 without a page."""
+    """page * page_size + offset of positions; -1 without a page, and where int32 does not hold it."""
     if PAGE_SHIFT >= 0:
         column = position >> PAGE_SHIFT
     else:
         column = position // page_size
     page = tl.load(table + column, mask=mask & (column < width), other=-1)
-    return tl.where(page >= 0, page * page_size + (position - column * page_size), -1)
+    slot = page.to(tl.int64) * page_size + (position - column * page_size)
+    return tl.where((page >= 0) & (slot < 2147483648), slot, -1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["width", "count", "tiles"])

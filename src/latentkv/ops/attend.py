@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -90,11 +89,11 @@ def sparse_mla(
 
     Rows are read as bf16. Scores, softmax and the weighted sum are fp32 in the reference; kernels may round the
     probabilities to bf16. The fp32 output is normalized, rotated back and only then rounded. A skipped slot's bytes
-    are never used; a NaN in a valid row makes the out and lse of the queries that attend to it NaN, and no others. A
-    query's result does not depend on the batch in any bit; on a GPU it depends on `splits`, on the CPU not even on
-    skipped slots. Against exact arithmetic an output value is off by at most 2^-8 of itself and, in kernels, 2^-8 of
-    the weighted sum of the rows' magnitudes, about a tenth more included; lse by 1e-5 and a millionth of itself; and
-    both by what fp32 scores of hundreds lose.
+    are never used; a valid row's score is at least fp32's lowest number, so that it counts; a NaN in a valid row
+    makes the out and lse of the queries that attend to it NaN, and no others. A query's result does not depend on the
+    batch in any bit; on a GPU it depends on `splits`, on the CPU not even on skipped slots. Against exact arithmetic
+    an output value is off by at most 2^-8 of itself and, in kernels, 1.1 * 2^-8 of the weighted sum of the rows'
+    magnitudes; lse by 1e-5 and a millionth of itself; and both by what fp32 scores of hundreds lose.
 
     Semantics: FlashMLA's sparse decoding with an extra cache and an attention sink, DeepSeek-V4 and V4.1.
     """
@@ -110,8 +109,7 @@ def sparse_mla(
         sink = checks.tensor("sink", sink, (heads,), (F32,), device)
     freqs, positions = _check_rope(inverse_rope, tokens, device)
     splits, scale = checks.integer("splits", splits, 1, MAX_SPLITS), checks.number("scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: {scale} given, a finite number needed")
+    checks.fp32("scale", scale)  # as which kernels take it
     if abs(checks.number("empty_lse", empty_lse)) != float("inf"):
         raise ValueError(f"empty_lse: {empty_lse} given, -inf or inf accepted")
     return torch.ops.latentkv.sparse_mla(
@@ -134,8 +132,8 @@ def merge_partials(outs: Tensor, lses: Tensor, *, sink: Tensor | None = None) ->
     Raises:
         ValueError, TypeError: bad shapes, strides or dtypes, no partial at all.
 
-    Partials are added in order, in fp32: out is within 2^-8 of itself and 2^-18 of the weighted sum of the partials'
-    magnitudes. A NaN lse makes its own out and lse NaN.
+    Partials are added in order, in fp32: as long as that holds their sum, out is within 2^-8 of itself and 2^-18 of the
+    weighted sum of the partials' magnitudes. A NaN lse makes its own out and lse NaN.
 
     Semantics: the split-KV merge of FlashMLA's sparse decoding with an attention sink.
     """

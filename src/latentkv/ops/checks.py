@@ -115,7 +115,17 @@ def number(name: str, x: object) -> float:
     """Check a number and return it as a `float`."""
     if isinstance(x, str | Tensor) or not (hasattr(x, "__float__") or hasattr(x, "__index__")):
         raise TypeError(f"{name}: {type(x).__name__} given, a number needed")
-    return float(x)  # type: ignore[arg-type]
+    try:
+        return float(x)  # type: ignore[arg-type]
+    except OverflowError:
+        raise ValueError(f"{name}: {x!s:.20} given, more than a float holds") from None
+
+
+def flag(name: str, x: object) -> bool:
+    """Check a yes or no."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: {type(x).__name__} given, True or False needed")
+    return x
 
 
 def fp32(name: str, x: object) -> float:
@@ -176,7 +186,8 @@ def positions(x: object, count: int | str, device: torch.device, table: Tensor, 
 def freqs(x: object, device: torch.device, *, rows: int | None = None, width: int = ROPE_DIM) -> Tensor:
     """Check a rotation table and return its fp32 `[rows, width]` view; complex64 `[rows, width / 2]` is accepted."""
     if isinstance(x, Tensor) and x.dtype == torch.complex64:
-        x = torch.view_as_real(tensor("freqs", x, ("positions", width // 2), (torch.complex64,), device)).flatten(1)
+        x = tensor("freqs", x, ("positions", width // 2), (torch.complex64,), device)
+        x = torch.view_as_real(x.resolve_conj()).flatten(1)
     x = tensor("freqs", x, ("positions", width), (torch.float32,), device)
     if rows is not None and x.shape[0] != rows:
         raise ValueError(f"freqs: {x.shape[0]} rows given, one for each of {rows} rows needed")
@@ -204,19 +215,20 @@ def output(name: str, x: object, shape: tuple[int | str, ...], dtype: torch.dtyp
     return x
 
 
-def apart(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that a written tensor shares no memory with one that is read."""
-    if written.untyped_storage()._cdata != other.untyped_storage()._cdata:
-        return
+def apart(name: str, written: Tensor, **read: Tensor | None) -> None:
+    """Check that a written tensor shares no memory with what is read."""
 
     def span(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
         first = x.storage_offset() * x.element_size()
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         return first, first + (last + 1) * x.element_size()
 
-    (a, b), (c, d) = span(written), span(other)
-    if written.numel() and other.numel() and a < d and c < b:
-        raise ValueError(f"{name}: overlaps {other_name}, which is still read when it is written")
+    for other_name, other in read.items():
+        if other is None or written.untyped_storage()._cdata != other.untyped_storage()._cdata:
+            continue
+        (a, b), (c, d) = span(written), span(other)
+        if written.numel() and other.numel() and a < d and c < b:
+            raise ValueError(f"{name}: overlaps {other_name}, which is still read when it is written")
 
 
 def requests(x: object, raw_slots: Tensor, state_rows: int, ring: int) -> Tensor:

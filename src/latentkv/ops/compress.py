@@ -55,7 +55,7 @@ def compress1(
     count, device = rows.shape[0], rows.device
     weight, cache, layout, freqs, positions = _common(weight, cache, layout, page_size, freqs, positions, count, device)
     slots = checks.slots(slots, count, device, cache.shape[0] * page_size, page_size)
-    out = _latents(out, count, device)
+    out = _latents(out, count, device, rows=rows, cache=cache, freqs=freqs, weight=weight)
     torch.ops.latentkv.compress1(
         rows, weight, cache, slots, positions, freqs, checks.eps_value(eps), layout.name, page_size, out
     )
@@ -120,7 +120,8 @@ def compress2(
     if ring < draft_len + 1:
         raise ValueError(f"ring: {ring} given, at least draft_len + 1 = {draft_len + 1} needed")
     raw_slots, requests = _raw(raw_slots, requests, count, state, ring, cache, page_size)
-    out = _latents(out, count, device)
+    out = _latents(out, count, device, rows=rows, cache=cache, freqs=freqs, weight=weight, state=state)
+    checks.apart("state", state, rows=rows, cache=cache, freqs=freqs)
     torch.ops.latentkv.compress2(
         rows, state, weight, cache, raw_slots, positions, requests, freqs, checks.eps_value(eps), layout.name,
         page_size, ring, draft_len, out,
@@ -182,7 +183,8 @@ def compress2_prefill(
     raw_slots, requests = _raw(raw_slots, requests, count, state, ring, cache, page_size)
     first_row = checks.tensor("first_row", first_row, ("R",), (torch.int32,), device, inner=False)
     row_count = checks.tensor("row_count", row_count, (first_row.shape[0],), (torch.int32,), device, inner=False)
-    out = _latents(out, count, device)
+    out = _latents(out, count, device, rows=rows, cache=cache, freqs=freqs, weight=weight, state=state)
+    checks.apart("state", state, rows=rows, cache=cache, freqs=freqs)
     torch.ops.latentkv.compress2_prefill(
         rows, state, weight, cache, raw_slots, positions, requests, freqs, first_row, row_count,
         checks.eps_value(eps), layout.name, page_size, ring, out,
@@ -280,10 +282,12 @@ def _raw(
     return raw_slots, checks.requests(requests, raw_slots, state.shape[0], ring)
 
 
-def _latents(out: Tensor | None, count: int, device: torch.device) -> Tensor:
+def _latents(out: Tensor | None, count: int, device: torch.device, **read: Tensor) -> Tensor:
     if out is None:
         return torch.zeros(count, LATENT_DIM, dtype=torch.bfloat16, device=device)
-    return checks.output("out", out, (count, LATENT_DIM), torch.bfloat16, device)
+    out = checks.output("out", out, (count, LATENT_DIM), torch.bfloat16, device)
+    checks.apart("out", out, **read)
+    return out
 
 
 define(

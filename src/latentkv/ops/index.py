@@ -181,7 +181,7 @@ def store_index_key_plain(values: Tensor, cache: IndexKeyCache, slots: Tensor, *
     cache = check_cache(cache, values.device)
     slots = checks.slots(slots, values.shape[0], values.device, cache.capacity, cache.page_size)
     torch.ops.latentkv.store_index_key_plain(
-        values, cache.payload, cache.scale, slots, bool(round_half_even), *_form(cache)
+        values, cache.payload, cache.scale, slots, checks.flag("round_half_even", round_half_even), *_form(cache)
     )
 
 

@@ -139,7 +139,7 @@ def route_topk(
             raise ValueError("partials: no partial given")
         if logits is not None:
             logits = checks.output("logits", logits, tuple(partials.shape[1:]), torch.float32, partials.device)
-            checks.apart("logits", logits, "partials", partials)
+            checks.apart("logits", logits, partials=partials)
     else:
         logits = checks.tensor("logits", logits, ("M", "N"), WEIGHT_DTYPES)
     experts = source.shape[-1]
@@ -153,9 +153,8 @@ def route_topk(
         raise NotImplementedError(f"tie_order: lane64 orders {LANE64_EXPERTS} experts, {experts} given; 'index' works")
     if softplus not in ("log2", "log1p"):
         raise ValueError(f"softplus: {softplus!r} given, 'log2' or 'log1p' accepted")
-    return torch.ops.latentkv.route_topk(
-        logits, bias, partials, k, bool(renormalize), checks.fp32("scale", scale), num_shared, tie_order, softplus
-    )
+    renormalize, scale = checks.flag("renormalize", renormalize), checks.fp32("scale", scale)
+    return torch.ops.latentkv.route_topk(logits, bias, partials, k, renormalize, scale, num_shared, tie_order, softplus)
 
 
 def _operands(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ def pad_page_table(
     Semantics: sglang's `pad_page_table`.
     """
     table = checks.tensor("table", table, ("rows", "width"), checks.INTS, inner=False)
-    bucket, page_size = checks.integer("bucket", bucket, 1), checks.integer("page_size", page_size, 1)
+    bucket, page_size = checks.integer("bucket", bucket, 1), checks.integer("page_size", page_size, 1, MAX_LENGTH)
     columns = 0 if columns is None else checks.integer("columns", columns, 0)
     padded = max(CHUNK_PAGES, -(-table.shape[1] // bucket) * bucket)
     wide = torch.ops.latentkv.pad_page_table(table, max(padded + CHUNK_PAGES, columns))
@@ -82,7 +82,7 @@ def decode_schedule(
     """Share the key chunks of decode rows among work units.
 
     Args:
-        lengths: int32 or int64 `[B]`, keys a row sees; a negative one counts as 0.
+        lengths: int32 or int64 `[B]`, keys a row sees, clamped to 0 ..= 2^31 - 1.
         workers: work units, a multiple of `next_n` and at least `B * next_n`; `schedule_workers` gives a good number.
         max_len: keys that a row may have.
         block: keys a chunk.
@@ -107,7 +107,7 @@ def decode_schedule(
     if workers % next_n:
         raise ValueError(f"workers: {workers} given, a multiple of next_n = {next_n} needed")
     workers, block, max_len = _check_schedule(workers, lengths.shape[0] * next_n, block, max_len)
-    out = _schedule_output(out, workers, 4, lengths.device)
+    out = _schedule_output(out, workers, 4, lengths.device, lengths=lengths)
     torch.ops.latentkv.decode_schedule(lengths, max_len, block, next_n, out)
     return out
 
@@ -124,11 +124,12 @@ def prefill_schedule(
     """Share the key chunks of prefill rows among work units.
 
     Args:
-        lengths: int32 or int64 `[T]`, keys a row sees; a negative one counts as 0.
+        lengths: int32 or int64 `[T]`, keys a row sees, clamped to 0 ..= 2^31 - 1.
         workers: work units, at least T; `schedule_workers` gives a good number.
         max_len: keys that a row may have.
         block: keys a chunk.
-        row_to_batch: int32 or int64 `[T]`, the page-table row of each row; None: its own number.
+        row_to_batch: int32 or int64 `[T]`, the page-table row of each row, -1 where int32 does not hold it; None: its
+            own number.
         out: int32 `[workers, 6]`, contiguous, written in place; allocated if None.
 
     Returns:
@@ -144,7 +145,7 @@ def prefill_schedule(
         shape = (lengths.shape[0],)
         row_to_batch = checks.tensor("row_to_batch", row_to_batch, shape, checks.INTS, lengths.device, inner=False)
     workers, block, max_len = _check_schedule(workers, lengths.shape[0], block, max_len)
-    out = _schedule_output(out, workers, 6, lengths.device)
+    out = _schedule_output(out, workers, 6, lengths.device, lengths=lengths, row_to_batch=row_to_batch)
     torch.ops.latentkv.prefill_schedule(lengths, row_to_batch, max_len, block, out)
     return out
 
@@ -205,6 +206,11 @@ def index_logits(
         fields = 6 if isinstance(schedule, Tensor) and schedule.shape[-1:] == (6,) else 4
         schedule = checks.tensor("schedule", schedule, ("workers", fields), (torch.int32,), device, contiguous=True)
     out = _logits_output(out, rows, page_table.shape[1] * cache.page_size if max_len is None else max_len, device)
+    checks.apart(
+        "out", out, query=payload, query_scale=scale, weights=weights, cache=cache.payload, cache_scale=cache.scale,
+        page_table=page_table, lengths=lengths, row_to_batch=row_to_batch,
+    )  # fmt: skip
+    fill = checks.flag("fill", fill)
     _check_pages_in_use(page_table, lengths, out.shape[1], row_to_batch, cache)
     torch.ops.latentkv.index_logits(
         payload, scale, weights, cache.payload, cache.scale, page_table, lengths, row_to_batch, schedule, fill,
@@ -235,7 +241,7 @@ def select_topk(
 
     Returns:
         positions int32 `[T, k]` and slots int32 `[T, k]`, ascending by position, -1 behind the last. A slot is also -1
-        where the page table has no such row or column or a negative page.
+        where the page table has no such row or column or a negative page, or where int32 does not hold the slot.
 
     Raises:
         ValueError, TypeError: bad shapes, strides or dtypes, k out of range.
@@ -247,7 +253,7 @@ def select_topk(
     Semantics: DeepSeek-V4.1's index selection; upstream leaves order and ties open, this library does not.
     """
     logits, lengths = _check_logits(logits, lengths)
-    k, page_size = checks.integer("k", k, 1, MAX_TOPK), checks.integer("page_size", page_size, 1)
+    k, page_size = checks.integer("k", k, 1, MAX_TOPK), checks.integer("page_size", page_size, 1, MAX_LENGTH)
     row_to_batch = _check_table(page_table, row_to_batch, logits.shape[0], logits.device)
     return torch.ops.latentkv.select_topk(logits, lengths, k, page_table, row_to_batch, page_size)
 
@@ -311,7 +317,7 @@ def select_topk_in_blocks(
     Semantics: the second level of DeepSeek-V4.1's candidate selection.
     """
     logits, lengths = _check_logits(logits, lengths)
-    k, page_size = checks.integer("k", k, 1, MAX_TOPK), checks.integer("page_size", page_size, 1)
+    k, page_size = checks.integer("k", k, 1, MAX_TOPK), checks.integer("page_size", page_size, 1, MAX_LENGTH)
     block_size = checks.power_of_two("block_size", block_size)
     block_ids = checks.tensor("block_ids", block_ids, (logits.shape[0], "blocks"), (torch.int32,), logits.device)
     row_to_batch = _check_table(page_table, row_to_batch, logits.shape[0], logits.device)
@@ -341,10 +347,14 @@ def _check_schedule(workers: int, rows: int, block: int, max_len: int) -> tuple[
     return workers, block, min(checks.integer("max_len", max_len, 0), MAX_LENGTH)
 
 
-def _schedule_output(out: Tensor | None, workers: int, fields: int, device: torch.device) -> Tensor:
+def _schedule_output(
+    out: Tensor | None, workers: int, fields: int, device: torch.device, **read: Tensor | None
+) -> Tensor:
     if out is None:
         return torch.empty(workers, fields, dtype=torch.int32, device=device)
-    return checks.tensor("out", out, (workers, fields), (torch.int32,), device, contiguous=True)
+    out = checks.tensor("out", out, (workers, fields), (torch.int32,), device, contiguous=True)
+    checks.apart("out", out, **read)
+    return out
 
 
 def _check_packed_query(
@@ -360,9 +370,10 @@ def _check_packed_query(
     if scale.dtype == torch.int32:
         layout = IndexQueryLayout.PACKED
         scale_shape: tuple[int, ...] = (rows * heads,)
-        payload = payload.flatten(0, 1) if isinstance(payload, Tensor) and payload.dim() == 3 else payload
         payload_shape: tuple[int, ...] = (rows * heads, INDEX_PAYLOAD_BYTES)
-        scale = scale.flatten() if scale.dim() == 2 else scale
+        if isinstance(payload, Tensor) and tuple(payload.shape) == (rows, heads, INDEX_PAYLOAD_BYTES):
+            payload = payload.flatten(0, 1)
+        scale = scale.flatten() if tuple(scale.shape) == (rows, heads) else scale
     else:
         layout = IndexQueryLayout.FLYDSL
         scale_shape = (rows, *FLYDSL_SCALE_SHAPE)
@@ -401,7 +412,7 @@ def _check_pages_in_use(
 
 
 def _logits_output(out: Tensor | None, rows: int, max_len: int, device: torch.device) -> Tensor:
-    max_len = checks.integer("max_len", max_len, 0)
+    max_len = checks.integer("max_len", max_len, 0, MAX_LENGTH)
     if out is None:
         return torch.empty(rows, max_len, dtype=torch.float32, device=device)
     return checks.output("out", out, (rows, max_len), torch.float32, device)

@@ -115,6 +115,7 @@ def norm_rope_store_kv(
     positions = checks.positions(positions, count, device, freqs)
     if query is not None:
         query = checks.output("query", query, (count, "heads", LATENT_DIM), torch.bfloat16, device)
+        checks.apart("query", query, rows=rows, weight=weight, freqs=freqs)
     torch.ops.latentkv.norm_rope_store_kv(
         rows, weight, cache, slots, positions, freqs, checks.eps_value(eps), layout.name, page_size, query
     )
@@ -146,6 +147,7 @@ def load_kv(
         out = torch.empty(slots.shape[0], LATENT_DIM, dtype=torch.bfloat16, device=cache.device)
     else:
         out = checks.output("out", out, (slots.shape[0], LATENT_DIM), torch.bfloat16, cache.device)
+        checks.apart("out", out, cache=cache, slots=slots)
     torch.ops.latentkv.load_kv(cache, slots, layout.name, page_size, out)
     return out
 
@@ -202,7 +204,7 @@ def rope_fake_quant(
     freqs = checks.freqs(freqs, x.device, rows=x.shape[0] if positions is None else None, width=width)
     if positions is not None:
         positions = checks.positions(positions, x.shape[0], x.device, freqs)
-    return torch.ops.latentkv.rope_fake_quant(x, freqs, kind, positions, inverse)
+    return torch.ops.latentkv.rope_fake_quant(x, freqs, kind, positions, checks.flag("inverse", inverse))
 
 
 def _rope_width(freqs: Tensor, limit: int) -> int:

@@ -11,6 +11,7 @@ from latentkv import numerics
 from latentkv.layout import LATENT_DIM, NOPE_DIM, KVLayout
 from latentkv.reference.store import BF16, F32, read_rows
 
+LOWEST_SCORE = torch.finfo(F32).min  # of a row that counts; -inf is for rows that do not
 CHUNK_ROWS = 16384  # rows that a chunk of tokens may read: 32 MiB of fp32
 
 
@@ -73,7 +74,7 @@ def attend(query: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """fp32 out `[H, 512]` and lse `[H]` of one token's query `[H, 512]` over its valid rows `[n, 512]`."""
     if rows.shape[0] == 0:
         return torch.zeros_like(query, dtype=F32), query.new_full((query.shape[0],), -torch.inf, dtype=F32)
-    scores = query.to(F32) @ rows.T * scale
+    scores = (query.to(F32) @ rows.T * scale).clamp(min=LOWEST_SCORE)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)

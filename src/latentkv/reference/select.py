@@ -15,6 +15,7 @@ F32 = torch.float32
 GROUP_BYTES = INDEX_GROUP // 2
 KEYS_AT_ONCE = 4096  # a chunk of decoded keys, 2 MiB
 PRODUCTS_AT_ONCE = 1 << 20  # group dot products held at once, 4 MiB
+MOST = 2**31 - 1  # of what int32 holds
 
 
 # --- page table and schedules -----------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def decode_schedule(lengths: Tensor, max_len: int, block: int, next_n: int, out:
         return
     draft = torch.arange(next_n, device=out.device)
     rows = batch.unsqueeze(1) * next_n + draft
-    fields = (rows, start.unsqueeze(1), count.unsqueeze(1), lengths[batch].long().unsqueeze(1))
+    fields = (rows, start.unsqueeze(1), count.unsqueeze(1), lengths[batch].long().clamp(max=MOST).unsqueeze(1))
     units = torch.stack([f.expand_as(rows) for f in fields], -1)
     out[: used * next_n] = units.flatten(0, 1).to(torch.int32)
 
@@ -48,7 +49,8 @@ def prefill_schedule(lengths: Tensor, row_to_batch: Tensor | None, max_len: int,
     if not used:
         return
     batch = row if row_to_batch is None else row_to_batch[row].long()
-    units = torch.stack((row, batch, start, count, torch.zeros_like(row), lengths[row].long()), -1)
+    batch = torch.where((batch < -MOST - 1) | (batch > MOST), -1, batch)
+    units = torch.stack((row, batch, start, count, torch.zeros_like(row), lengths[row].long().clamp(max=MOST)), -1)
     out[:used] = units.to(torch.int32)
 
 
@@ -56,7 +58,7 @@ def _split_rows(
     lengths: Tensor, max_len: int, block: int, workers: int, next_n: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Row, first chunk and chunk count of each share in order, and how many there are."""
-    chunks = _ceil_div(lengths.long().clamp(min=0), block)
+    chunks = _ceil_div(lengths.long().clamp(0, MOST), block)
     step = _chunks_a_share(chunks, max(1, _ceil_div(max_len, block)), workers, next_n)
     parts = _ceil_div(chunks, step)
     row = torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), parts)
@@ -281,4 +283,4 @@ def _slots_of(positions: Tensor, page_table: Tensor | None, row_to_batch: Tensor
     at = torch.where(known, batch.unsqueeze(1) * width + column, 0)
     page = page_table.reshape(-1)[at].long()
     slots = page * page_size + positions % page_size
-    return torch.where(known & (page >= 0), slots, -1).to(torch.int32)
+    return torch.where(known & (page >= 0) & (slots <= MOST), slots, -1).to(torch.int32)
