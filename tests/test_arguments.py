@@ -264,3 +264,71 @@ def test_the_scale_of_scores_is_finite_in_fp32(wrong):
     rows = lk.Rows(cache(), torch.tensor([[1]]), LAYOUT, 16)
     with pytest.raises(ValueError, match=r"^scale: "):
         lk.sparse_mla(torch.zeros(1, 4, 512).bfloat16(), rows, scale=wrong)
+
+
+def test_columns_of_one_buffer_are_apart():
+    """A projection's query and latent, and a state's values and scores, are usually columns of one tensor."""
+    wide = torch.randn(3, 4 * 512 + 512 + 64).bfloat16()
+    query, rows = wide[:, :2048].view(3, 4, 512), wide[:, 2048:2560]
+    form = {"eps": 1e-6, "layout": LAYOUT, "page_size": 16}
+    want, pages, expected = query.clone(), cache(), cache()
+    lk.norm_rope_store_kv(rows.clone(), torch.ones(512), expected, AT, AT, TABLE, query=want, **form)
+    lk.norm_rope_store_kv(rows, torch.ones(512), pages, AT, AT, TABLE, query=query, **form)
+    assert torch.equal(query, want)
+    assert torch.equal(pages, expected)
+    with pytest.raises(ValueError, match=r"^query: overlaps rows"):
+        lk.norm_rope_store_kv(wide[:, 2040:2552], torch.ones(512), pages, AT, AT, TABLE, query=query, **form)
+    with pytest.raises(ValueError, match=r"^query: overlaps rows"):
+        lk.norm_rope_store_kv(
+            wide.as_strided((3, 512), (512, 1), 2048), torch.ones(512), pages, AT, AT, TABLE, query=query, **form
+        )
+    state = torch.zeros(8, 1024)
+    x = torch.randn(3, 512)
+    lk.pool_pairs(x, x, AT, AT, AT, AT, state[:, :512], state[:, 512:], 7)
+    assert state.any()
+    for kv, a, b in ((x, state[:, :512], state[:, :512]), (state[:3, :512], state[:, :512], state[:, 512:])):
+        with pytest.raises(ValueError, match=r"^state_kv: overlaps (state_score|kv)"):
+            lk.pool_pairs(kv, x, AT, AT, AT, AT, a, b, 7)
+
+
+def test_sizes_that_no_kernel_can_hold_are_refused_by_name():
+    x, state = torch.zeros(1, 512), torch.zeros(8, 512)
+    for huge in (2**31, 2**63, 2**80):
+        with pytest.raises(ValueError, match=rf"^ring: {huge} given, a power of two up to {2**30} accepted$"):
+            lk.pool_pairs(x, x, AT[:1], AT[:1], AT[:1], AT[:1], state, state.clone(), 7, ring=huge)
+        with pytest.raises(ValueError, match=rf"^ratio: {huge} given"):
+            lk.store_index_key(
+                x[:, :128], torch.ones(128), lk.new_index_key_cache("fused", 1), AT[:1], AT[:1], TABLE,
+                eps=1e-6, ratio=huge,
+            )  # fmt: skip
+    for wrong in (np.array(1.5), np.array([1, 2])):
+        with pytest.raises(TypeError, match=r"^k: ndarray given, an integer needed$"):
+            lk.route_topk(torch.zeros(1, 4), k=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^scale: ndarray given, a number needed$"):
+        lk.route_topk(torch.zeros(1, 4), k=1, scale=np.array([1.0, 2.0]))  # type: ignore[arg-type]
+    for eps in (1e39, -1e-6, float("inf")):
+        with pytest.raises(ValueError, match=r"^eps: .* given, a finite number"):
+            lk.norm_rope_store_kv(
+                x, torch.ones(512), cache(), AT[:1], AT[:1], TABLE, eps=eps, layout=LAYOUT, page_size=16
+            )
+    with pytest.raises(TypeError, match=r"^page_size: float given, an integer needed$"):
+        lk.IndexKeyCache(torch.zeros(1, 64 * 68, dtype=torch.uint8), None, "fused", 64.0)  # type: ignore[arg-type]
+
+
+def test_checked_positions_are_those_that_rotate():
+    """A token past the table whose group's first is in it reads the right row."""
+    keys = lk.new_index_key_cache("fused", 1)
+    rows = TABLE.shape[0]
+    with lk.checked():
+
+        def store(position: int) -> None:
+            lk.store_index_key(
+                torch.ones(1, 128), torch.ones(128), keys, AT[:1], torch.tensor([position]), TABLE, eps=1e-6, ratio=4
+            )
+
+        first = (rows - 1) & -4
+        store(first + 3)
+        with pytest.raises(ValueError, match=rf"^positions: {first + 4} is outside"):
+            store(first + 4)
+        with pytest.raises(ValueError, match=r"^positions: -1 is outside"):
+            store(-1)

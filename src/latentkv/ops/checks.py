@@ -26,8 +26,8 @@ def checked(enabled: bool = True) -> Iterator[None]:
     Outside this context a slot past the cache writes nothing and reads zeros, a position past the table reads row 0, a
     pair whose request has no state is skipped, and a page outside the cache reads as zero keys, because looking at
     values would synchronize the device. Inside, all four raise `ValueError` before any byte changes. -1 stays legal as
-    the slot of a skipped row. Selections translate page tables as they are. Not usable while a graph is captured or
-    traced.
+    the slot of a skipped row. What else indexes is taken as it is: page tables that selections translate, lengths, and
+    the chunks of a prefill. Not usable while a graph is captured or traced.
 
     Args:
         enabled: False switches an outer context off.
@@ -96,18 +96,23 @@ def integer(name: str, x: object, least: int, most: int | None = None) -> int:
     if not isinstance(x, int) or isinstance(x, bool):
         if isinstance(x, bool | Tensor) or not hasattr(x, "__index__"):
             raise TypeError(f"{name}: {type(x).__name__} given, an integer needed")
-        x = operator.index(x)
+        try:
+            x = operator.index(x)
+        except TypeError:  # an array of several numbers, or of one that is no integer
+            raise TypeError(f"{name}: {type(x).__name__} given, an integer needed") from None
     if x < least or (most is not None and x > most):
         wanted = f"at least {least} needed" if most is None else f"{least} to {most} accepted"
         raise ValueError(f"{name}: {x} given, {wanted}")
     return x
 
 
-def power_of_two(name: str, x: object, least: int = 1) -> int:
+def power_of_two(name: str, x: object, least: int = 1, most: int | None = None) -> int:
     """Check an argument that must be a power of two."""
     x = integer(name, x, -(2**63))
     if x < least or x & (x - 1):
         raise ValueError(f"{name}: {x} given, a power of two{f' of at least {least}' if least > 1 else ''} needed")
+    if most is not None and x > most:
+        raise ValueError(f"{name}: {x} given, a power of two up to {most} accepted")
     return x
 
 
@@ -117,6 +122,8 @@ def number(name: str, x: object) -> float:
         raise TypeError(f"{name}: {type(x).__name__} given, a number needed")
     try:
         return float(x)  # type: ignore[arg-type]
+    except TypeError:  # an array of several numbers
+        raise TypeError(f"{name}: {type(x).__name__} given, a number needed") from None
     except OverflowError:
         raise ValueError(f"{name}: {x!s:.20} given, more than a float holds") from None
 
@@ -172,14 +179,14 @@ def slots(
     return x
 
 
-def positions(x: object, count: int | str, device: torch.device, table: Tensor, *, name: str = "positions") -> Tensor:
-    """Check positions `[count]`; in checked mode every one must be inside the table."""
-    x = tensor(name, x, (count,), INTS, device, inner=False)
+def positions(x: object, count: int | str, device: torch.device, table: Tensor, *, ratio: int = 1) -> Tensor:
+    """Check positions `[count]`; in checked mode the first of every one's `ratio` must be inside the table."""
+    x = tensor("positions", x, (count,), INTS, device, inner=False)
     if is_checked() and x.numel():
         low, high = int(x.min()), int(x.max())
-        if low < 0 or high >= table.shape[0]:
+        if low < 0 or high & -ratio >= table.shape[0]:
             bad = low if low < 0 else high
-            raise ValueError(f"{name}: {bad} is outside the rotation table's 0..{table.shape[0] - 1}")
+            raise ValueError(f"positions: {bad} is outside the rotation table's 0..{table.shape[0] - 1}")
     return x
 
 
@@ -216,19 +223,29 @@ def output(name: str, x: object, shape: tuple[int | str, ...], dtype: torch.dtyp
 
 
 def apart(name: str, written: Tensor, **read: Tensor | None) -> None:
-    """Check that a written tensor shares no memory with what is read."""
+    """Check that a written tensor shares no memory with others; columns of one buffer's rows share none."""
 
-    def span(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-        first = x.storage_offset() * x.element_size()
-        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        return first, first + (last + 1) * x.element_size()
+    def extent(shape: torch.Size, strides: tuple[int, ...]) -> int:
+        return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
+    if torch.compiler.is_compiling():  # storages are not known while tracing
+        return
     for other_name, other in read.items():
         if other is None or written.untyped_storage()._cdata != other.untyped_storage()._cdata:
             continue
-        (a, b), (c, d) = span(written), span(other)
-        if written.numel() and other.numel() and a < d and c < b:
-            raise ValueError(f"{name}: overlaps {other_name}, which is still read when it is written")
+        if not (written.numel() and other.numel()):
+            continue
+        spans = []
+        for x in (written, other):
+            size, first = x.element_size(), x.storage_offset() * x.element_size()
+            row, step = size * extent(x.shape[1:], x.stride()[1:]), size * x.stride(0)
+            spans.append((first, first + size * extent(x.shape, x.stride()), row, step))
+        (a, a_end, a_row, step), (b, b_end, b_row, other_step) = spans
+        if a_end <= b or b_end <= a:
+            continue
+        ahead = (b - a) % step if 0 < step == other_step else 0
+        if not (a_row <= ahead and ahead + b_row <= step):
+            raise ValueError(f"{name}: overlaps {other_name}, one of the two is written")
 
 
 def requests(x: object, raw_slots: Tensor, state_rows: int, ring: int) -> Tensor:
@@ -243,8 +260,8 @@ def requests(x: object, raw_slots: Tensor, state_rows: int, ring: int) -> Tensor
 
 def eps_value(eps: float) -> float:
     """Check a norm's epsilon."""
-    value = number("eps", eps)
-    if not 0.0 <= value < float("inf"):
+    value = fp32("eps", eps)
+    if value < 0.0:
         raise ValueError(f"eps: {eps} given, a finite number >= 0 needed")
     return value
 

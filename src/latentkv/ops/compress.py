@@ -53,7 +53,9 @@ def compress1(
     """
     rows = checks.latent_rows("rows", rows, BF16)
     count, device = rows.shape[0], rows.device
-    weight, cache, layout, freqs, positions = _common(weight, cache, layout, page_size, freqs, positions, count, device)
+    weight, cache, layout, freqs, positions = _common(
+        weight, cache, layout, page_size, freqs, positions, count, device, ratio=1
+    )
     slots = checks.slots(slots, count, device, cache.shape[0] * page_size, page_size)
     out = _latents(out, count, device, rows=rows, cache=cache, freqs=freqs, weight=weight)
     torch.ops.latentkv.compress1(
@@ -89,8 +91,8 @@ def compress2(
         raw_slots: int32 or int64 `[n]`, slots counted in tokens; 0 (a padded row) and one outside the cache touch
             neither state nor page.
         positions: int32 or int64 `[n]`, token positions.
-        requests: int32 or int64 `[n]`; of a padded row it may be anything, and a row whose request has no state counts
-            as padded.
+        requests: int32 or int64 `[n]`, each in one block of `draft_len` rows only; of a padded row it may be anything,
+            and a row whose request has no state counts as padded.
         freqs: fp32 `[max_pos, 64]` or complex64 `[max_pos, 32]`.
         eps: added to the mean square.
         layout: the cache's `KVLayout`.
@@ -113,7 +115,9 @@ def compress2(
     """
     rows, count, device = _pair_rows(rows)
     state, ring = _pair_state("state", state, 2 * LATENT_DIM, ring, device)
-    weight, cache, layout, freqs, positions = _common(weight, cache, layout, page_size, freqs, positions, count, device)
+    weight, cache, layout, freqs, positions = _common(
+        weight, cache, layout, page_size, freqs, positions, count, device, ratio=2
+    )
     draft_len = checks.integer("draft_len", draft_len, 1)
     if count % draft_len:
         raise ValueError(f"draft_len: {draft_len} does not divide {count} rows")
@@ -156,11 +160,11 @@ def compress2_prefill(
         cache: as in `compress2`.
         raw_slots: as in `compress2`.
         positions: as in `compress2`.
-        requests: as in `compress2`.
+        requests: int32 or int64 `[n]`, each in one chunk only; otherwise as in `compress2`.
         freqs: as in `compress2`.
         first_row: int32 `[R]`, each request's first row.
-        row_count: int32 `[R]`, its rows; a negative count is 0. Rows outside the call are ignored, and a row that no
-            request names is pooled but not parked.
+        row_count: int32 `[R]`, its rows; a negative count is 0. Padded rows count, so a chunk's padding belongs behind
+            it. Rows outside the call are ignored, and a row that no request names is pooled but not parked.
         eps: added to the mean square.
         layout: the cache's `KVLayout`.
         page_size: rows a page.
@@ -179,7 +183,9 @@ def compress2_prefill(
     """
     rows, count, device = _pair_rows(rows)
     state, ring = _pair_state("state", state, 2 * LATENT_DIM, ring, device)
-    weight, cache, layout, freqs, positions = _common(weight, cache, layout, page_size, freqs, positions, count, device)
+    weight, cache, layout, freqs, positions = _common(
+        weight, cache, layout, page_size, freqs, positions, count, device, ratio=2
+    )
     raw_slots, requests = _raw(raw_slots, requests, count, state, ring, cache, page_size)
     first_row = checks.tensor("first_row", first_row, ("R",), (torch.int32,), device, inner=False)
     row_count = checks.tensor("row_count", row_count, (first_row.shape[0],), (torch.int32,), device, inner=False)
@@ -213,8 +219,8 @@ def pool_pairs(
         positions: int32 or int64 `[n]`, token positions.
         raw_slots: int32 or int64 `[n]`; 0 or less marks a padded row, which leaves the state alone.
         slots: int32 or int64 `[n]`, slots of the latents.
-        requests: int32 or int64 `[n]`; of a padded row it may be anything, and a row whose request has no state counts
-            as padded.
+        requests: int32 or int64 `[n]`, each once; of a padded row it may be anything, and a row whose request has no
+            state counts as padded.
         state_kv: fp32 `[state_rows, 512]`, written in place at request * ring + position % ring for even positions.
         state_score: fp32 `[state_rows, 512]`, likewise.
         pad_row: a spare state row, which padded rows read in the reference and no row writes.
@@ -241,6 +247,8 @@ def pool_pairs(
     requests = checks.requests(requests, raw_slots, state_kv.shape[0], ring)
     if state_score.shape != state_kv.shape:
         raise ValueError(f"state_score: {state_score.shape[0]} rows given, {state_kv.shape[0]} as state_kv needed")
+    checks.apart("state_kv", state_kv, state_score=state_score, kv=kv, score=score)
+    checks.apart("state_score", state_score, kv=kv, score=score)
     pad_row = checks.integer("pad_row", pad_row, 0, state_kv.shape[0] - 1)
     return torch.ops.latentkv.pool_pairs(
         kv, score, positions, raw_slots, slots, requests, state_kv, state_score, pad_row, ring
@@ -256,12 +264,13 @@ def _common(
     positions: Tensor,
     count: int,
     device: torch.device,
+    ratio: int,
 ) -> tuple[Tensor, Tensor, KVLayout, Tensor, Tensor]:
     weight = checks.tensor("weight", weight, (LATENT_DIM,), (torch.bfloat16, torch.float32), device)
     cache, layout = checks.kv_cache(cache, layout, page_size)
     checks.same_device(device, cache=cache)
     freqs = checks.freqs(freqs, device)
-    return weight, cache, layout, freqs, checks.positions(positions, count, device, freqs)
+    return weight, cache, layout, freqs, checks.positions(positions, count, device, freqs, ratio=ratio)
 
 
 def _pair_rows(rows: Tensor) -> tuple[Tensor, int, torch.device]:
@@ -270,7 +279,7 @@ def _pair_rows(rows: Tensor) -> tuple[Tensor, int, torch.device]:
 
 
 def _pair_state(name: str, state: Tensor, width: int, ring: int, device: torch.device) -> tuple[Tensor, int]:
-    ring = checks.power_of_two("ring", ring, 2)
+    ring = checks.power_of_two("ring", ring, 2, 2**30)
     return checks.output(name, state, ("state_rows", width), torch.float32, device), ring
 
 

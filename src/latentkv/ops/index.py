@@ -47,6 +47,7 @@ class IndexKeyCache:
     def __post_init__(self) -> None:
         layout = IndexKeyLayout.parse(self.layout)
         object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "page_size", checks.integer("page_size", self.page_size, 1))
         need = layout.page_bytes(self.page_size)
         if layout is IndexKeyLayout.FUSED:
             if self.scale is not None:
@@ -136,7 +137,7 @@ def store_index_key(
         slots: int32 or int64 `[n]`. Slot 0 is a padded row's: 0, a negative slot and one past the cache write nothing.
             Duplicates in one call are a race.
         positions: int32 or int64 `[n]`, *token* positions; a key is rotated at its group's first, `position & -ratio`.
-            One outside the table reads row 0.
+            Where that is outside the table it is row 0.
         freqs: fp32 `[max_pos, 64]` or complex64 `[max_pos, 32]`.
         eps: added to the mean square.
         ratio: tokens a key stands for, a power of two.
@@ -144,7 +145,8 @@ def store_index_key(
     Raises:
         ValueError, TypeError: bad shapes, strides or dtypes, a ratio that is not a power of two.
 
-    Values are rounded to bf16 after the norm and after the rotation. A NaN or Inf makes its group of 32 exponent 255,
+    In checked mode it is the rotating position that must be in the table. Values are rounded to bf16 after the norm and
+    after the rotation. A NaN or Inf makes its group of 32 exponent 255,
     codes 0. On a GPU a normed value may differ from the CPU's by one bf16 step, as in `norm_rope_store_kv`.
 
     Semantics: sglang's `index_k_norm_rope_pack_store` and its split form, DeepSeek-V4.1.
@@ -155,8 +157,8 @@ def store_index_key(
     cache = check_cache(cache, device)
     slots = checks.slots(slots, count, device, cache.capacity, cache.page_size)
     freqs = checks.freqs(freqs, device)
-    positions = checks.positions(positions, count, device, freqs)
-    ratio = checks.power_of_two("ratio", ratio)
+    ratio = checks.power_of_two("ratio", ratio, 1, 2**30)
+    positions = checks.positions(positions, count, device, freqs, ratio=ratio)
     torch.ops.latentkv.store_index_key(
         values, weight, cache.payload, cache.scale, slots, positions, freqs, checks.eps_value(eps), ratio, *_form(cache)
     )

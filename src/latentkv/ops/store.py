@@ -134,7 +134,7 @@ def load_kv(
         out: bf16 `[n, 512]`, last stride 1, written in place; allocated if None.
 
     Returns:
-        bf16 `[n, 512]`; a group with a NaN scale (ue8m0 255, e4m3 0x7F) reads as NaN.
+        bf16 `[n, 512]`; a group with a NaN scale (ue8m0 255, e4m3 0x7F) reads as NaN, whose bits are the device's own.
 
     Raises:
         ValueError, TypeError: bad shapes, strides or dtypes.

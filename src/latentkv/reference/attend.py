@@ -110,7 +110,7 @@ def rows_of_tokens(
     cache: Tensor, slots: Tensor, lengths: Tensor | None, layout: str, page_size: int, part: slice
 ) -> Iterator[Tensor]:
     """The valid rows of each token of `part`, as fp32 `[n, 512]`; no other row is read."""
-    slots = slots[part]
+    slots = slots[part].long()  # a capacity may be past int32
     inside = (slots >= 0) & (slots < cache.shape[0] * page_size)
     if lengths is not None:
         inside &= torch.arange(slots.shape[1], device=slots.device) < lengths[part].unsqueeze(-1)

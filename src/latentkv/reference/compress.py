@@ -171,6 +171,7 @@ def _pool_and_write(
 
 def _active(raw_slots: Tensor, cache: Tensor, page_size: int, requests: Tensor, state: Tensor, ring: int) -> Tensor:
     """Rows that are not padding: a raw slot of the cache other than 0, and a request that has state."""
+    raw_slots = raw_slots.long()  # a capacity may be past int32
     inside = (raw_slots > 0) & (raw_slots < 2 * cache.shape[0] * page_size)
     return inside & _has_state(requests, state, ring)
 

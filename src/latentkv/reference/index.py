@@ -64,6 +64,7 @@ def load_index_key(
 ) -> tuple[Tensor, Tensor]:
     """Gather payload int8 `[n, 64]` and scale words int32 `[n]`; a slot outside the cache reads zeros."""
     kind = IndexKeyLayout.parse(layout)
+    slots = slots.long()  # a capacity may be past int32
     inside = (slots >= 0) & (slots < payload.shape[0] * page_size)
     rows = torch.zeros(slots.shape[0], INDEX_PAYLOAD_BYTES, dtype=torch.uint8, device=slots.device)
     scales = torch.zeros(slots.shape[0], INDEX_SCALE_BYTES, dtype=torch.uint8, device=slots.device)
@@ -126,6 +127,7 @@ def write_index_rows(
     first_slot: int,
 ) -> None:
     """Write payload rows int8 `[n, 64]` and scale words int32 `[n]` to slots in `first_slot ..< capacity`."""
+    slots = slots.long()  # a capacity may be past int32
     inside = (slots >= first_slot) & (slots < payload.shape[0] * page_size)
     payload_pages, scale_pages = flat_pages(payload, scale, layout)
     page, payload_at, scale_at = _locate(slots[inside], layout, page_size)
@@ -166,6 +168,5 @@ def query_scale_table(layout: str, heads: int) -> Tensor:
 def _locate(slots: Tensor, layout: IndexKeyLayout, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pages `[n, 1]` of slots, and the in-page bytes of their payload `[n, 64]` and scales `[n, 4]`."""
     payload_table, scale_table = (t.to(slots.device) for t in key_tables(layout, page_size))
-    slots = slots.long()
     offset = slots % page_size
     return (slots // page_size).unsqueeze(-1), payload_table[offset], scale_table[offset]

@@ -53,6 +53,7 @@ def norm_rope_store_kv(
 
 def load_kv(cache: Tensor, slots: Tensor, layout: str, page_size: int, out: Tensor) -> None:
     """Gather rows as bf16; a slot outside the cache reads zeros."""
+    slots = slots.long()  # a capacity may be past int32
     inside = (slots >= 0) & (slots < cache.shape[0] * page_size)
     if cache.shape[0] == 0:
         out.zero_()
@@ -92,16 +93,17 @@ def write_rows(
     values: Tensor, cache: Tensor, slots: Tensor, layout: KVLayout, page_size: int, *, first_slot: int = 0
 ) -> None:
     """Quantize fp32 rows `[n, 512]` and write them to slots in `first_slot ..< capacity`; other rows write nothing."""
+    slots = slots.long()  # a capacity may be past int32
     inside = (slots >= first_slot) & (slots < cache.shape[0] * page_size)
-    slots, values = slots[inside].long(), values[inside]
+    slots, values = slots[inside], values[inside]
     page, offset = slots // page_size, slots % page_size
     for place, encoded in zip(_row_bytes(cache, layout, page_size), encode_rows(values, layout), strict=True):
         place[page, offset] = encoded
 
 
 def read_rows(cache: Tensor, slots: Tensor, layout: KVLayout, page_size: int) -> Tensor:
-    """fp32 rows `[n, 512]` at slots that are all inside the cache."""
-    page, offset = slots.long() // page_size, slots.long() % page_size
+    """fp32 rows `[n, 512]` at int64 slots that are all inside the cache."""
+    page, offset = slots // page_size, slots % page_size
     data, scales = (place[page, offset] for place in _row_bytes(cache, layout, page_size))
     return decode_rows(data, scales, layout)
 
